@@ -32,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--strict", action="store_true", help="exit with 1 where a target is missed that was within reach"
     )
     parser.add_argument("--output", type=Path, default=Path("build/bench"), metavar="DIR", help="for the JSON files")
-    parser.add_argument("--device", default="npu:0", help="of device_overlap and npu_transfer; simulated if none")
+    parser.add_argument(
+        "--device", default="npu:0", help="of device_overlap, npu_tables and npu_transfer; simulated if none"
+    )
     options = parser.parse_args(arguments)
     unknown = [name for name in options.names if name not in (*BENCHMARKS, TRACE)]
     if unknown:

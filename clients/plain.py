@@ -19,10 +19,13 @@ from msgspec import inspect
 from kvferry.protocol.base import PageList
 from kvferry.protocol.ids import Hex128
 from kvferry.protocol.pool_messages import Allocate, Free
+from kvferry.protocol.table_messages import UpdateTables
 from kvferry.protocol.tier_messages import Load, Lookup, Offload, Restore, Store
 from kvferry.protocol.transfer_messages import Receive, Send
 
-OF_A_STEP: Final = frozenset({Send, Receive, PageList, Offload, Restore, Load, Store, Lookup, Allocate, Free})
+OF_A_STEP: Final = frozenset(
+    {Send, Receive, PageList, Offload, Restore, Load, Store, Lookup, Allocate, Free, UpdateTables}
+)
 """Of others there are too few for that."""
 
 MOST_TEXTS: Final = 256

@@ -54,6 +54,9 @@ _END_UPDATE: Final = f"{_WEIGHTS}end_weight_update"
 _RESUME: Final = f"{_WEIGHTS}resume_memory_occupation"
 _LORA: Final = f"{_SRT}lora.lora_manager.LoRAManager._load_lora_adapter"
 _SENDERS: Final = f"{_SRT}disaggregation.prefill.PrefillBootstrapQueue.create_sender"
+_DECODE: Final = f"{_SRT}managers.schedule_batch.ScheduleBatch.prepare_for_decode"
+_CHECKPOINT: Final = f"{_SRT}disaggregation.prefill.SchedulerDisaggregationPrefillMixin.checkpoint_disagg_prefill"
+_ATTENTION: Final = f"{_SRT}layers.attention.base_attn_backend.AttentionBackend.forward"
 _RECEIVERS: Final = f"{_SRT}disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
 _KINDS: Final = (
     *(f"{_POOL}{kind}" for kind in ("MHATokenToKVPool", "MLATokenToKVPool")),
@@ -124,6 +127,10 @@ KNOWN: Final = (
     Known(f"{_HOST}base.HostKVCache._allocate_host_buffer", ("self",)),
     Known(f"{_HOST}base.HostKVCache.clear", ("self",)),
     Known(f"{_HOST}common.HostTensorAllocator.allocate", ("self", "dims", "dtype", "device")),
+    Known(
+        f"{_HOST}common.alloc_with_pin_memory",
+        ("dims", "dtype", "device", "pin_memory", "allocator", "registration_granularity_bytes"),
+    ),
     Known(_FITS, ("self", "operation", "need_size")),
     Known(f"{_STORAGE}register_mem_pool_host", ("self", "mem_pool_host")),
     Known(f"{_STORAGE}register_mem_host_pool_v2", ("self", "host_pool", "host_pool_name")),
@@ -136,9 +143,14 @@ KNOWN: Final = (
     Known(_LORA, ("self", "lora_ref")),
     Known(f"{_LORA}_from_tensors", ("self", "lora_ref", "tensors", "config_dict", "added_tokens_config")),
     Known(_SENDERS, ("self", "req", "num_kv_heads")),
+    Known(_DECODE, ("self",)),
+    Known(f"{_SRT}layers.attention.attention_registry.create_ascend_backend", ("runner",)),
     Known(_RECEIVERS, ("self", "req", "is_rebootstrap")),
     Known(f"{_SCHEDULER}.init_overlap", ("self",)),
     Known(f"{_SCHEDULER}.on_idle", ("self",)),
+    Known(f"{_SCHEDULER}.run_batch", ("self", "batch", "pp_proxy_tensors")),
+    Known(_CHECKPOINT, ("self", "req")),
+    Known(_ATTENTION, ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "kwargs")),
     Known(f"{_SCHEDULER}.is_fully_idle", ("self", "for_health_check", "ignore_waiting")),
 )  # fmt: skip
 
@@ -200,14 +212,19 @@ def _register(unknown: list[str]) -> None:
     HookRegistry.register(f"{_SRT}disaggregation.utils.get_kv_class", get_kv_class, HookType.AROUND)
     if unknown:
         return
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend  # noqa: PLC0415
+
     from kvferry.clients.sglang import (  # noqa: PLC0415  numpy and the client only now
+        graphs,
         hicache,
         identity,
+        layers,
         pools,
         retraction,
         waiting,
     )
 
+    register_attention_backend("ascend")(graphs.ascend_backend)
     HookRegistry.register(f"{_POOL}KVCache.__init__", pools.check_kind, HookType.BEFORE)
     for target, hook in (
         (f"{_POOL}MHATokenToKVPool._create_buffers_normal", pools.create_mha_buffers),
@@ -220,15 +237,19 @@ def _register(unknown: list[str]) -> None:
         (f"{_HOST}base.HostKVCache.clear", hicache.clear_all_but_padding),
         (_FITS, hicache.fits_beside_padding),
         (f"{_SCHEDULER}.on_idle", waiting.on_idle),
+        (f"{_SCHEDULER}.run_batch", layers.run_batch),
+        (_CHECKPOINT, layers.checkpoint),
         *((path, identity.note_weights) for path in _UPDATES),
         (_LORA, identity.note_adapter),
         (f"{_LORA}_from_tensors", identity.note_adapter_of_tensors),
     ):
         HookRegistry.register(target, hook, HookType.AROUND)
     HookRegistry.register(f"{_HOST}base.HostKVCache._allocate_host_buffer", hicache.choose_allocator, HookType.BEFORE)
+    HookRegistry.register(_ATTENTION, layers.note_attention, HookType.BEFORE)
     for target, note in (
         (_METADATA, pools.metadata_on_host),
         (f"{_SCHEDULER}.init_overlap", pools.note_compute_stream),
+        (_DECODE, graphs.note_step),
         (_END_UPDATE, identity.note_end),
         (_RESUME, identity.note_resumed),
         (f"{_SCHEDULER}.handle_update_weight_version", identity.note_version),

@@ -42,10 +42,10 @@ TRACED: Final = (
 
 NEEDS_MOONCAKE: Final = ("network",)
 MOONCAKE: Final = "mooncake-transfer-engine-non-cuda and libibverbs1"
-WITHOUT_TARGET: Final = ("transfer", "prefix_cache", "npu_transfer", "flood", "huge_pages")
+WITHOUT_TARGET: Final = ("transfer", "prefix_cache", "npu_tables", "npu_transfer", "flood", "huge_pages")
 """The prefix cache's are against LMCache, which does not run here."""
 
-ON_A_DEVICE: Final = ("device_overlap", "npu_transfer")
+ON_A_DEVICE: Final = ("device_overlap", "npu_tables", "npu_transfer")
 SIMULATOR: Final = "the environment .venv-npu and g++"
 
 ON_THE_HOST: Final = [name for name in BENCHMARKS if name not in (*ON_A_DEVICE, *BY_NAME_ONLY)]
