@@ -17,7 +17,7 @@ from tests.kit.servers import AT_ONCE, LENGTHS, SIDES, Side, prompt
 from tests.sglang.servers import Expected, Pair, RoomWatch, assert_pages_count, assert_tokens, new_room, running_pair
 
 TOKENS = 2048
-LONG = 1200
+LONG = 1500
 """Tokens of a prompt that is under way for several chunks."""
 SOON_S = 120.0
 
@@ -61,6 +61,9 @@ def test_tokens_are_those_of_a_plain_server_and_all_have_arrived(
     assert_tokens(pair, expected)
     assert watch.arrived() - before == len(LENGTHS) + len(AT_ONCE)
     assert "npu graph: True" in pair.decode.logged()
+    [tables] = watch.status().tables
+    assert tables.updates > len(LENGTHS) + len(AT_ONCE), "decode's graphs read the daemon's tables"
+    assert "SGLang writes the graph tables" not in pair.decode.logged()
 
 
 def test_decode_computes_with_the_pages_that_prefill_has_in_the_daemon(
