@@ -125,9 +125,10 @@ class Prefill(SchedulerDisaggregationPrefillMixin):  # type: ignore[misc]  # SGL
         batch = SimpleNamespace(reqs=reqs, forward_mode=ForwardMode.EXTEND, hicache_consumer_index=-1)
         batch.tbo_parent_token_range, batch.held_layer, batch.gate = None, FIRST_LAYER + held_layer, NPU.Event()
         vars(batch).update(changed)
-        layers.run_batch(Prefill._forward, self, batch)
+        layers.run_batch(Prefill.run, self, batch)
 
-    def _forward(self, batch: Any) -> None:  # noqa: ANN401  SGLang's class
+    def run(self, batch: Any) -> None:  # noqa: ANN401  SGLang's class
+        """Compute a batch, as SGLang's ``run_batch`` does."""
         table = self.req_to_token_pool.req_to_token
         for req in batch.reqs:  # as SGLang's does
             self.maybe_send_cached_prefix_chunk(req, allow_send=batch.hicache_consumer_index < 0)
