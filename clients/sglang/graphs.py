@@ -164,6 +164,8 @@ class DecodeTables:
         """Whether the model's stream has not waited yet for what the daemon has written."""
         self._is_mixed = True
         """Whether SGLang has written them since the daemon did, which then does not know what is in them."""
+        self._logged = ""
+        """Why the step before was refused: of steps that fail alike the first is logged."""
 
     def __repr__(self) -> str:
         """Show the tables."""
@@ -212,6 +214,8 @@ class DecodeTables:
         if ready and self._is_new:
             self._tables.order(self._pool.compute_stream)
             self._is_new = False
+        if ready:
+            self._logged = ""
         self._is_mixed |= not ready
         return ready
 
@@ -235,7 +239,9 @@ class DecodeTables:
 
     def _refused(self, error: KvferryError) -> None:
         self._is_ready, self._is_mixed = False, True
-        logger.warning("kvferry: SGLang writes the graph tables of this step by itself: %s", error)
+        if error.code != self._logged:
+            logger.warning("kvferry: SGLang writes the graph tables by itself: %s", error)
+            self._logged = error.code
 
     def _read(self, batch: Any, rows: Int64s) -> list[Int64s]:  # noqa: ANN401  SGLang's object
         """Return the pages of these rows, of which nothing was known, from SGLang's map of tokens on the device."""

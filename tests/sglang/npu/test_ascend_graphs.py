@@ -241,12 +241,13 @@ def test_a_step_that_the_daemon_refuses_is_sglangs_own(decode: Decode, caplog: p
     twice = decode.begin(3, 2 * PAGE)
     good = decode.map.req_to_token[3].clone()
     decode.map.req_to_token[3, PAGE : 2 * PAGE] = good[:PAGE]
-    batch = decode.prepare([twice, requests[1]])
-    ours, theirs = (decode.shown(one, batch, ROWS).cpu() for one in (decode.ours, decode.theirs))
-    assert torch.equal(ours[:2, :3], theirs[:2, :3])
-    assert "DUPLICATE_PAGE" in caplog.text
-    decode.assert_equal(decode.prepare([requests[0]]))
-    assert caplog.text.count("DUPLICATE_PAGE") == 1
+    for logged in (1, 2):
+        for _ in range(2):
+            batch = decode.prepare([twice, requests[1]])
+            ours, theirs = (decode.shown(one, batch, ROWS).cpu() for one in (decode.ours, decode.theirs))
+            assert torch.equal(ours[:2, :3], theirs[:2, :3])
+            assert caplog.text.count("DUPLICATE_PAGE") == logged, "of steps that fail alike the first is logged"
+        decode.assert_equal(decode.prepare([requests[0]]))
 
 
 def test_the_daemon_writes_anew_what_sglang_has_written_meanwhile(decode: Decode) -> None:
