@@ -66,7 +66,7 @@ test-sglang-full: test-sglang  ## run all tests with servers of SGLang, half an 
 
 test-sglang-npu: $(STAMPS)/sglang-npu $(STAMPS)/models  ## run those of them that are on a simulated NPU (ARGS="tests/sglang/npu -k abort")
 	@LD_LIBRARY_PATH="$$($(NPU)/python -m tests.cann_simulator.build)" PYTHONPATH=tests/sglang/stubs/npu \
-	    $(NPU_SERVERS)/python -m pytest --device npu:0 --timeout 900 $(if $(LONG),,-m "not long") $(or $(ARGS),tests/sglang/npu)
+	    $(NPU_SERVERS)/python -m pytest --device npu:0 --timeout 900 $(if $(LONG),,-m "not long") $(or $(ARGS),tests/sglang/npu tests/sglang/test_hybrid_pools.py)
 
 test-vllm: $(STAMPS)/vllm $(STAMPS)/models  ## run the tests with vLLM, some minutes (ARGS="tests/vllm -k abort")
 	@$(VLLM_BIN)/python -m pytest --timeout 900 $(if $(LONG),,-m "not long") $(or $(ARGS),tests/vllm)

@@ -28,7 +28,13 @@ from kvferry.attention.table_layout import (
 )
 from kvferry.attention.table_update import NONE, TableUpdate, check_update
 from kvferry.attention.window_table import Mask, WindowTable, put_rows
-from kvferry.protocol.errors import DuplicatePageError, InvalidFieldError, TableHoleError, TableOverflowError
+from kvferry.protocol.errors import (
+    DuplicatePageError,
+    InvalidFieldError,
+    KvferryError,
+    TableHoleError,
+    TableOverflowError,
+)
 
 
 class Spans(NamedTuple):
@@ -163,6 +169,55 @@ class GraphTables:
             length_rows=max(update.batch, before),
         )
 
+    def adopt(self, shown: TableViews, batch: int, extra_tokens: int) -> None:
+        """Go on with what tables show that an earlier daemon has written; these are empty still.
+
+        Pages that a row was assigned ahead of its length are not known any more, nor are window pages of pages that no
+        row shows. Nothing changes if an error is raised.
+
+        Args:
+            shown: the contents of the memory that graphs read, which anybody may have written.
+            batch: rows in use.
+            extra_tokens: of the last update.
+
+        Raises:
+            InvalidFieldError: these are no contents that updates could have led to; says what is wrong where.
+        """
+        update = self._update_to(shown, batch, extra_tokens)
+        try:
+            self.apply(update)
+        except KvferryError as error:
+            raise InvalidFieldError(f"the tables' contents: {error.detail}", field="shown") from None
+
+    def _update_to(self, shown: TableViews, batch: int, extra_tokens: int) -> TableUpdate:
+        """Return the update that leads from empty tables to these contents, checked as far as ``apply`` does not."""
+        shape = self.shape
+        if not 0 <= batch <= shape.max_batch or not 0 <= extra_tokens <= shape.draft_tokens:
+            raise InvalidFieldError(f"{batch} rows, {extra_tokens} extra tokens", field="shown")
+        tokens = shown.seq_lens.astype(np.int64)
+        lengths = tokens - extra_tokens * (tokens > 0)
+        if tokens[batch:].any() or (lengths < (tokens > 0)).any() or (tokens > shape.row_tokens).any():
+            raise InvalidFieldError("the tables' lengths are not those of an update", field="shown")
+        end = -(-tokens // shape.page_size)
+        visible = self._columns < end[:, None]
+        _check_filled(shown.block_tables, visible, "block_tables")
+        bound = np.empty((0, 2), np.int64)
+        if self._swa is not None and shown.block_tables_swa is not None:
+            first = np.maximum(lengths - (shape.window or 0), 0) // shape.page_size
+            in_window = visible & (self._columns >= first[:, None])
+            _check_filled(shown.block_tables_swa, in_window, "block_tables_swa")
+            both = np.stack((shown.block_tables[in_window], shown.block_tables_swa[in_window]), axis=1)
+            bound = np.unique(both.astype(np.int64), axis=0)
+        return TableUpdate(
+            lengths=lengths[:batch],
+            extra_tokens=extra_tokens,
+            rows=np.arange(batch),
+            row_pages=end[:batch],
+            pages=shown.block_tables[visible].astype(np.int64),
+            bound_full=bound[:, 0],
+            bound_window=bound[:, 1],
+        )
+
     def everything(self) -> TableChange:
         """Return a change that covers all tables, for visible tables that are new or whose contents are unknown."""
         entries = np.arange(self.shape.max_batch * self.shape.columns)
@@ -293,6 +348,14 @@ def _copy(positions: Int64s, source: Int32s, destination: Int32s) -> None:
     flat = destination.reshape(-1)
     assert flat.base is not None, "a table that is not contiguous would be copied to nowhere"
     flat[positions] = source.reshape(-1)[positions]
+
+
+def _check_filled(table: Int32s, visible: Mask, name: str) -> None:
+    """Check that a table has entries exactly where it shows some."""
+    wrong = (table != 0) != visible
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0]
+        raise InvalidFieldError(f"{name}: row {row} column {column} has {table[row, column]}", field="shown")
 
 
 def _read_only(table: Int32s) -> Int32s:

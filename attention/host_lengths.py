@@ -11,6 +11,7 @@ one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from zlib import crc32
 
 import msgspec
@@ -61,18 +62,19 @@ def host_lengths_bytes(max_batch: int) -> int:
 class HostLengthsWriter:
     """The single writer of a region."""
 
-    def __init__(self, region: Region, max_batch: int) -> None:
+    def __init__(self, region: Region, max_batch: int, sequence: int = 0) -> None:
         """Start with an empty list.
 
         Args:
             region: ``(host_lengths_bytes(max_batch),)`` uint8 or more, writable, 8-byte aligned.
             max_batch: rows.
+            sequence: number of that list.
 
         Raises:
             LengthMismatchError: the region is too small.
         """
         self._records = _records(region, max_batch)
-        self._sequence = -1
+        self._sequence = sequence - 1
         self.write(np.empty(0, np.int64), 0)
 
     def write(self, lengths: Int64s, replayed_rows: int, extra_tokens: int = 0) -> int:
@@ -112,17 +114,18 @@ class HostLengthsReader:
         self._records = _records(region, max_batch)
         self._max_batch = max_batch
 
-    def read(self) -> HostLengths:
-        """Return the latest complete record.
+    def read(self, shown: Callable[[], int] | None = None) -> HostLengths:
+        """Return the latest complete record; with ``shown``, the one of that number.
 
         Raises:
             InternalError: there is none, so the region has no writer.
         """
         for _ in range(ATTEMPTS):
+            wanted = None if shown is None else shown()
             latest = sorted(self._records, key=lambda record: int(record[0][SEQUENCE]), reverse=True)
             for header, values in latest:
                 found = self._complete(header.copy(), values)
-                if found is not None:
+                if found is not None and wanted in {None, found.sequence}:
                     return found
         raise InternalError("no record of the host lengths is complete", field="host_lengths")
 

@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.manifests import Manifest
+from kvferry.protocol.table_messages import CreateTables
 
 # -- the size of graph tables: fixed once, before the first capture, for all tables of one captured model.
 #
@@ -105,6 +107,26 @@ def table_shape(
     )
 
 
+def asked_shape(body: CreateTables, manifest: Manifest) -> TableShape | None:
+    """Return the shape of the tables that a request asks for; None if the pool has no such paged component.
+
+    Raises:
+        InvalidFieldError: see ``table_shape``.
+    """
+    tokens = next((one.page_tokens for one in manifest.entries if one.component == body.component), None)
+    if tokens is None:
+        return None
+    return table_shape(
+        max_batch=body.max_batch,
+        max_context_tokens=body.max_context_tokens,
+        page_size=tokens,
+        draft_tokens=body.draft_tokens,
+        request_row_tokens=body.request_row_tokens,
+        window=body.window,
+        captured=body.captured,
+    )
+
+
 def _at_least(least: int, **fields: int) -> None:
     for field, value in fields.items():
         if value < least:
@@ -113,6 +135,11 @@ def _at_least(least: int, **fields: int) -> None:
 
 ALIGNMENT_BYTES = 512  # best for NPU copies and kernels, and a multiple of every cache line
 ITEM_BYTES = 4
+WORD_BYTES = 8
+MAX_WORD = (1 << 62) - 1
+"""Of an update's number, and of a replay's."""
+RELEASED = (1 << 63) - 1
+"""In place of a replay's number: above all of them, also where a device compares them as signed numbers (CUDA)."""
 
 Int32s: TypeAlias = npt.NDArray[np.int32]
 Int64s: TypeAlias = npt.NDArray[np.int64]
@@ -143,12 +170,15 @@ class TableLayout(msgspec.Struct, frozen=True, kw_only=True):
         block_tables: offset of ``(max_batch, columns)``.
         block_tables_swa: the same for window layers, None without a window.
         seq_lens: offset of ``(max_batch,)``.
+        words: offset of ``(2,)`` uint64, on a device: ``shown``, the number of the update that the tables show, which
+            the daemon's stream writes behind its copies; and ``replayed``, which the engine's stream counts up.
         size_bytes: size of the region.
     """
 
     block_tables: int
     block_tables_swa: int | None
     seq_lens: int
+    words: int
     size_bytes: int
 
 
@@ -156,11 +186,13 @@ def table_layout(shape: TableShape) -> TableLayout:
     """Return the layout of the tables of this shape."""
     table = aligned(shape.max_batch * shape.columns * ITEM_BYTES, ALIGNMENT_BYTES)
     tables = 1 if shape.window is None else 2
+    words = tables * table + aligned(shape.max_batch * ITEM_BYTES, ALIGNMENT_BYTES)
     return TableLayout(
         block_tables=0,
         block_tables_swa=None if shape.window is None else table,
         seq_lens=tables * table,
-        size_bytes=tables * table + aligned(shape.max_batch * ITEM_BYTES, ALIGNMENT_BYTES),
+        words=words,
+        size_bytes=words + ALIGNMENT_BYTES,
     )
 
 

@@ -86,9 +86,9 @@ class Steps:
         self._replayed = torch.zeros(rows, dtype=torch.int64, device=device)
         self._rows = torch.arange(rows, device=device)
         begun = [np.flatnonzero(one.numpy() % PAGE_SIZE == 1) for one in self._lengths]
-        handed_out = [pages[who, one.numpy()[who] // PAGE_SIZE] for who, one in zip(begun, self._lengths, strict=True)]
-        self._ends = np.cumsum([len(one) for one in handed_out]).tolist()
-        self._free = torch.from_numpy(np.concatenate([*handed_out, [0]])).to(device)
+        new = [pages[begin, one.numpy()[begin] // PAGE_SIZE] for begin, one in zip(begun, self._lengths, strict=True)]
+        self._ends = np.cumsum([len(one) for one in new]).tolist()
+        self._free = torch.from_numpy(np.concatenate([*new, [0]])).to(device)
 
     def ours_us(self, tables: DecodeTables) -> float:
         """Return what a step takes the daemon's way; requests are new at the first one, which does not count."""
@@ -105,7 +105,7 @@ class Steps:
             torch.accelerator.synchronize()
             started = time.thread_time()
             tables.prepare(batch)
-            shown = tables.shown()
+            shown = tables.shown(is_decode=True)
             self._replayed.copy_(on_device)
             times.append(time.thread_time() - started)
             assert shown

@@ -33,7 +33,7 @@ from benchmarks.peers import lmcache
 from benchmarks.peers.lmcache import LMCacheClient, Shape
 from benchmarks.pools import MIB, TIMEOUT_S, Pair
 from benchmarks.processes import running_daemon
-from kvferry.clients import Client, MhaSpec, ModelIdentity
+from kvferry.clients import CacheGroup, Client, MhaSpec, ModelIdentity
 from kvferry.clients.hashing import block_hashes
 from kvferry.daemon.process.host import keep_freed_memory
 from kvferry.protocol.tier_messages import HASH_BYTES
@@ -141,7 +141,8 @@ class Engine:
 
     def _found(self) -> int:
         hashes = self._hashes(self._prompts - 1)
-        found = self._client.lookup(self._pair.target.pool.name, hashes, block_pages=self._block_pages)
+        groups = [CacheGroup(block_pages=self._block_pages)]
+        found = self._client.lookup(self._pair.target.pool.name, hashes, groups=groups)
         assert found.blocks == len(hashes), found
         return found.lease
 

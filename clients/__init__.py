@@ -35,11 +35,13 @@ if TYPE_CHECKING:
     from kvferry.protocol.errors import KvferryError
     from kvferry.protocol.ids import ModelIdentity, new_request_id
     from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec
+    from kvferry.protocol.tier_messages import CacheGroup
 
 __all__ = [
     "AsyncClient",
     "AttachedPool",
     "BlockTableEntries",
+    "CacheGroup",
     "Client",
     "DraftSpec",
     "EventRing",
@@ -77,6 +79,7 @@ _MODULES = {
     "kvferry.protocol.errors": ("KvferryError",),
     "kvferry.protocol.ids": ("ModelIdentity", "new_request_id"),
     "kvferry.protocol.manifests": ("DraftSpec", "HybridSwaSpec", "MambaSpec", "MhaSpec", "MlaSpec"),
+    "kvferry.protocol.tier_messages": ("CacheGroup",),
 }
 """Where each name is: the imports above, as the interpreter needs them."""
 

@@ -30,7 +30,7 @@ from kvferry.clients.resuming import Registration, Resuming, Said
 from kvferry.clients.session_channel import SessionChannel, close_left
 from kvferry.clients.submissions import DEFAULT_WAIT_S
 from kvferry.clients.submitting import PendingReply, pending_reply
-from kvferry.clients.tables import Tables, mapped_tables
+from kvferry.clients.tables import Place, Tables, memory_for
 from kvferry.pools.devices.host import HostRegion
 from kvferry.protocol.base import DeviceEvent
 from kvferry.protocol.codec import PageIds
@@ -49,6 +49,7 @@ from kvferry.protocol.tier_messages import (
     CacheEvents,
     CacheEvict,
     CacheEvicted,
+    CacheGroup,
     CacheList,
     CachePin,
     CancelOperation,
@@ -215,6 +216,7 @@ class AsyncRequests(Resuming):
             finally:
                 close_left(fds)
             self._keeps.regions[name] = attached.region
+            self._keeps.places[name] = Place(attached.device, attached.manifest)
             self._lost_pools.discard(name)
             return pool
 
@@ -261,6 +263,7 @@ class AsyncRequests(Resuming):
         with self._use:
             _, made = await self._exchange(call, deadline_s=deadline_s, said=Said(said, fds))
             self._keeps.add_registration(name, Registration(call, said, fds))
+            self._keeps.places[name] = Place(device, made.manifest)
             self._lost_pools.discard(name)
         return made.manifest
 
@@ -452,11 +455,13 @@ class AsyncRequests(Resuming):
         window: int | None = None,
         deadline_s: float | None = None,
     ) -> Tables:
-        """Make the tables that captured graphs read, on the pool's device, and map them; before the first capture.
+        """Make the tables that captured graphs read, on the pool's device; before the first capture.
+
+        On a device they are in memory of torch's allocator in this process, which the daemon maps.
 
         Args:
             name: unique in this session.
-            pool: whose pages they name.
+            pool: whose pages they name; on a device it is made, attached or registered by this client before.
             max_batch: rows.
             max_context_tokens: the longest request.
             draft_tokens: the most that speculation adds to a length.
@@ -469,6 +474,7 @@ class AsyncRequests(Resuming):
             UnknownPoolError, UnknownComponentError, InvalidFieldError: the arguments do not fit together.
             TablesExistError: the session has tables of that name.
             OutOfMemoryError: no memory for them.
+            DeviceUnavailableError: the daemon cannot map their memory.
         """
         body = CreateTables(
             tables=name,
@@ -479,15 +485,16 @@ class AsyncRequests(Resuming):
             request_row_tokens=request_row_tokens,
             captured=sequence(captured, "batch sizes", "captured"),
             window=window,
-            device_pid=self._devices.process_id(),
         )
+        call, undo = asked(body, TABLES), asked(DeleteTables(tables=name))
         with self._use:
-            undo = asked(DeleteTables(tables=name))
-            number, created, channel = await self._described(asked(body, TABLES), deadline_s=deadline_s, undo=undo)
+            memory = await asyncio.to_thread(memory_for, body, self._keeps.places.get(pool), self._devices)
+            said = None if memory is None else Said(memory.frames)
+            number, created, channel = await self._described(call, deadline_s=deadline_s, said=said, undo=undo)
             fds: list[int] = []
             try:
-                follows, fds = channel.take(number, TablesFollow)  # before the thread, as in attach_pool
-                made = await asyncio.to_thread(mapped_tables, created, max_batch, follows, fds, self._devices)
+                _, fds = channel.take(number, TablesFollow)
+                made = Tables(body, created, fds, memory)
             except BaseException:
                 self._begin(asked(DeleteTables(tables=name)))  # nobody here can use them
                 raise
@@ -568,8 +575,7 @@ class AsyncRequests(Resuming):
         pool: str,
         hashes: Sequence[bytes],
         *,
-        space: str = MAIN,
-        block_pages: int = 1,
+        groups: Sequence[CacheGroup] = (CacheGroup(),),
         lease: int | None = None,
         pin: bool = True,
         deadline_s: float | None = None,
@@ -579,13 +585,14 @@ class AsyncRequests(Resuming):
         Args:
             pool: of the blocks' layout and model: without a model this raises NO_MODEL.
             hashes: 16 bytes a block, see ``block_hashes``.
-            space: the page space.
-            block_pages: pages of a block.
-            lease: of an earlier lookup, whose blocks come before these: only the new hashes travel.
+            groups: in which the blocks are to be cached; by default ``main`` alone, with all blocks of a page each.
+            lease: of an earlier lookup, whose blocks come before these: only the new hashes travel. All of its groups
+                need all blocks.
             pin: keep what is found until ``unpin`` or the session's end.
             deadline_s: for the reply; lower tiers may be asked.
         """
-        body = Lookup(pool=pool, hashes=joined(hashes), space=space, block_pages=block_pages, lease=lease, pin=pin)
+        asked_of = sequence(groups, "CacheGroup", "groups")
+        body = Lookup(pool=pool, hashes=joined(hashes), groups=asked_of, lease=lease, pin=pin)
         return await self.call(asked(body), deadline_s=deadline_s)
 
     async def unpin(self, lease: int) -> int:

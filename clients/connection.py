@@ -47,7 +47,9 @@ class Reconnected(NamedTuple):
         boot_id: of the daemon now. The same one: nothing was lost, and the rest is empty.
         transfers: those that were under way: each has ended with STALE_BOOT, and has settled.
         operations: OFFLOAD, RESTORE, STORE and LOAD that were under way: each has ended with STALE_BOOT.
-        tables: the names of graph tables: create them again, and capture graphs over them again.
+        tables: the names of graph tables that are no more: create them again, and capture graphs over them again.
+        emptied: the names of graph tables that stay, but of which the daemon does not believe what they show: give each
+            row anew by the next update, which writes all of them.
         rings: whether there were event rings: open them again.
         pools: the names of pools whose memory this client knows and the daemon does not: their calls are POOL_LOST.
         pages: pages that this session had and has no longer, by pool and page space: nobody may use them.
@@ -58,6 +60,7 @@ class Reconnected(NamedTuple):
     transfers: tuple[Transfer, ...] = ()
     operations: tuple[TierOperation, ...] = ()
     tables: tuple[str, ...] = ()
+    emptied: tuple[str, ...] = ()
     rings: bool = False
     pools: tuple[str, ...] = ()
     pages: Mapping[tuple[str, str], PageIds] = {}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvferry.clients.events import RingEvent
 from kvferry.clients.pool import AttachedPool
@@ -13,6 +15,7 @@ from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment, StagingPool
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.devices.npu import NpuVendor
+from kvferry.pools.devices.vendor import on_stream
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.arrays import viewed_as
 from kvferry.protocol.errors import InvalidFieldError, KvferryError
@@ -28,17 +31,37 @@ RING_EVENTS = 64
 """Events of a ring on a device, unless asked for otherwise: one is used again once its work is done."""
 
 
+class TablesMemory(NamedTuple):
+    """Memory of this process in which the daemon writes tables.
+
+    Attributes:
+        accelerator: its device.
+        tensor: ``(size_bytes,)`` uint8, zeros.
+        frames: returns what shares it with the daemon, for a message.
+    """
+
+    accelerator: Accelerator
+    tensor: torch.Tensor
+    frames: Callable[[int], Sequence[ShareFollows]]
+
+
+_opened: Final[dict[str, Accelerator]] = {}
+"""This process's devices: torch has 32 streams for each, and uses the first ones again after that."""
+
+_opening: Final = threading.Lock()
+os.register_at_fork(after_in_child=_opened.clear)
+
+
 class EngineDevices:
-    """The devices that one client has used, opened when they are first needed."""
+    """The devices as one client names them, opened when they are first needed."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         """Use devices by the daemon's names; ``names`` says what this process calls them, where that differs."""
         self._names = dict(names)
-        self._accelerators: dict[str, Accelerator] = {}
 
     def __repr__(self) -> str:
         """Show which."""
-        return f"<EngineDevices {list(self._accelerators)}>"
+        return f"<EngineDevices {list(_opened)}>"
 
     def open(self, name: str) -> Accelerator:
         """Return a device, ready to be used.
@@ -50,14 +73,14 @@ class EngineDevices:
             InvalidFieldError: that is no device's name.
             DeviceUnavailableError: this process cannot use it.
         """
-        accelerator = self._accelerators.get(name)
-        if accelerator is None:
-            ours = self._names.get(name, name)
-            if not DEVICE_NAME.fullmatch(ours):
-                raise InvalidFieldError(f"{ours!r} is no device: npu:N or cuda:N", field="device")
-            accelerator = Accelerator(ours)
-            accelerator.open()
-            self._accelerators[name] = accelerator
+        ours = self._names.get(name, name)
+        if not DEVICE_NAME.fullmatch(ours):
+            raise InvalidFieldError(f"{ours!r} is no device: npu:N or cuda:N", field="device")
+        with _opening:
+            accelerator = _opened.get(ours)
+            if accelerator is None or accelerator.lost is not None:
+                accelerator = _opened[ours] = Accelerator(ours)
+        accelerator.open()
         return accelerator
 
     def map(self, name: str, said: ShareFollows, size_bytes: int) -> AcceleratorRegion:
@@ -96,6 +119,24 @@ class EngineDevices:
             for at in range(0, len(shares), MAX_SHARES)
         ]
 
+    def tables_memory(self, name: str, size_bytes: int) -> TablesMemory:
+        """Return new memory for tables.
+
+        Raises:
+            OutOfMemoryError: the device has too little free memory.
+        """
+        accelerator = self.open(name)
+        with accelerator.calling():
+            backend = accelerator.torch
+            device = backend.device(accelerator.kind, accelerator.index)
+            with (
+                backend.inference_mode(mode=False),
+                on_stream(backend, accelerator.streams.device_to_device) as stream,
+            ):
+                tensor = backend.zeros(size_bytes, dtype=backend.uint8, device=device)
+                accelerator.wait(stream.record_event())
+        return TablesMemory(accelerator, tensor, lambda number: self.export(name, {"tables": tensor}, number))
+
     def events(self, name: str, count: int, message_id: int) -> tuple[list[RingEvent], ShareFollows]:
         """Return new interprocess events, recorded here, and the frame by which the daemon can wait for them."""
         if not 1 <= count <= MAX_SHARED_EVENTS:
@@ -106,13 +147,6 @@ class EngineDevices:
         shared = SharedEvents(handles=tuple(handle for _, handle in made))
         ring = [RingEvent(accelerator, event) for event, _ in made]
         return ring, ShareFollows(message_id=message_id, events=shared)
-
-    def open_event(self, name: str, said: ShareFollows) -> torch.Event:
-        """Return the daemon's event, for streams of this process to wait for."""
-        accelerator = self.open(name)
-        assert said.events is not None, said
-        with accelerator.calling():
-            return accelerator.vendor.open_event(said.events.handles[0], accelerator.index)
 
     def process_id(self) -> int | None:
         """Return by which number NPUs' driver knows this process; None where it uses none, or that is not known."""

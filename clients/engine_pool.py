@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 import msgspec
 import numpy as np
 
-from kvferry.clients import AttachedPool, Client, MhaSpec, MlaSpec, ModelIdentity, SharedMemory
+from kvferry.clients import AttachedPool, Client, ModelIdentity, SharedMemory
 from kvferry.clients.elements import array_dtype, torch_dtype
 from kvferry.clients.engine import Engine, while_predecessor_ends
 from kvferry.clients.events import EventRing
@@ -22,8 +22,9 @@ from kvferry.clients.layers import LayerSignals
 from kvferry.clients.shared_memory import InheritedMemory
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.planning.arrays import PointerList, array_of, engine_lists, placed_at
-from kvferry.pools.planning.manifest import bytes_per_page
+from kvferry.pools.layouts.parts import DRAFT
+from kvferry.pools.planning.arrays import EngineLists, PointerList, array_of, engine_lists, placed_at
+from kvferry.pools.planning.manifest import bytes_per_page, spaces_of
 from kvferry.protocol.base import DeviceEvent
 from kvferry.protocol.errors import (
     ClientClosedError,
@@ -33,7 +34,8 @@ from kvferry.protocol.errors import (
     StaleBootError,
     UnknownPoolError,
 )
-from kvferry.protocol.ids import HOST
+from kvferry.protocol.ids import HOST, MAIN
+from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.transfer_messages import LayerStep
 
 if TYPE_CHECKING:
@@ -64,6 +66,8 @@ class EnginePool:
         device: where it is, by the daemon's name.
         keeps_memory: whether this process registers what it has mapped where a daemon comes back without the pool.
         model: whose KV it holds.
+        first_layer, layers: the least number of a layer of the model, and how many there are from it to the greatest.
+        window: the tokens of a sliding window, once the engine has said it.
         compute_stream: on which the model runs, on a device; None: on the calling thread's current one.
         signals: which layers of a forward pass are filled.
     """
@@ -72,13 +76,13 @@ class EnginePool:
         self,
         engine: Engine,
         name: str,
-        spec: MhaSpec | MlaSpec,
+        spec: PoolSpec,
         model: ModelIdentity,
         memory: Memory,
         *,
         keeps_memory: bool = False,
         device: str = HOST,
-        tensors: Mapping[str, torch.Tensor] | None = None,
+        tensors: Mapping[tuple[str, str], torch.Tensor] | None = None,
     ) -> None:
         """Make the pool.
 
@@ -90,7 +94,8 @@ class EnginePool:
             memory: who allocates it.
             keeps_memory: register what is mapped where a daemon comes back without the pool; on the host.
             device: where it is, by the daemon's name.
-            tensors: with ``engine`` on a device, the memory: all layers of a role, by role, in the spec's order.
+            tensors: with ``engine`` on a device, the memory: all layers of a role, by (component, role), in the spec's
+                order.
 
         Raises:
             KvferryError: the daemon refuses it.
@@ -105,10 +110,14 @@ class EnginePool:
         self._manifest = manifest_of(spec)
         self._attached: AttachedPool | None = None
         self._shared: SharedMemory | None = None
-        self._tensors = {role: self._in_its_form(role, one) for role, one in (tensors or {}).items()}
+        self._tensors = {key: self._in_its_form(key, one) for key, one in (tensors or {}).items()}
         self._ring: EventRing | None = None
+        self.window: int | None = None
         self.compute_stream: torch.Stream | None = None
-        self.signals = LayerSignals(spec.first_layer, spec.layers, math.ceil(spec.layers / MOST_STEPS))
+        self.layer_numbers = tuple(sorted({one.layer for one in self._manifest.entries if one.component != DRAFT}))
+        """Those of the model of which it has KV or states."""
+        self.first_layer, self.layers = self.layer_numbers[0], self.layer_numbers[-1] - self.layer_numbers[0] + 1
+        self.signals = LayerSignals(self.first_layer, self.layers, math.ceil(self.layers / MOST_STEPS))
         self._deadline_s = None if device == HOST else OPENING_S
         self.largest_payload_bytes = 0
         """Of what a transfer carries beside pages."""
@@ -123,7 +132,7 @@ class EnginePool:
         engine.add(self)
         logger.info(
             "kvferry: pool %s of %d pages of %d tokens, %.2f GiB of %s, allocated by the %s",
-            name, self._manifest.pages - 1, spec.page_size, self._manifest.region_bytes / (1 << 30), device, memory,
+            name, self.pages - 1, self.page_size, self._manifest.region_bytes / (1 << 30), device, memory,
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -131,30 +140,38 @@ class EnginePool:
         return f"<EnginePool {self.name!r}>"
 
     @property
-    def lists(self) -> PointerList:
-        """Return the pointers to it, their lengths and those of a page, as engines list them."""
-        if not self._tensors:
-            return engine_lists(self._manifest, self._address()).main
-        arrays = [array_of(self._manifest, "main", role) for role in self._tensors]
-        addresses = [one.data_ptr() for one in self._tensors.values()]
-        return engine_lists(placed_at(self._manifest, arrays, addresses, self._manifest.region_bytes)).main
+    def page_size(self) -> int:
+        """Return the tokens of a page."""
+        size = self.spec.page_size
+        assert size is not None  # of states alone: no engine has those
+        return size
 
-    def tensor(self, role: str) -> torch.Tensor:
+    @property
+    def lists(self) -> PointerList:
+        """Return the pointers to its KV, their lengths and those of a page, as engines list them."""
+        return self._engine_lists().main
+
+    @property
+    def state_lists(self) -> PointerList:
+        """Return the same of states (a slot for a page) and windows."""
+        return self._engine_lists().state
+
+    def tensor(self, role: str, component: str = MAIN) -> torch.Tensor:
         """Return all layers of a role, as ``AttachedPool.tensor`` shapes them; one where a page holds all layers."""
         if self._tensors:
-            return self._tensors[role]
+            return self._tensors[component, role]
         if self._shared is not None:
-            return self._in_its_form(role, self.elements(role))
+            return self._in_its_form((component, role), self.elements(role, component))
         assert self._attached is not None
-        return self._attached.tensor("main", role)
+        return self._attached.tensor(component, role)
 
-    def rows(self, role: str) -> list[torch.Tensor]:
+    def rows(self, role: str, component: str = MAIN) -> list[torch.Tensor]:
         """Return a role's layers, each (size + page_size, heads, dim): a row a token."""
-        return [one.flatten(0, 1) for one in self.tensor(role)]
+        return [one.flatten(0, 1) for one in self.tensor(role, component)]
 
-    def elements(self, role: str = "k") -> torch.Tensor:
+    def elements(self, role: str = "k", component: str = MAIN) -> torch.Tensor:
         """Return a role's bytes, of all layers and pages: uint8."""
-        array = array_of(self._manifest, "main", role)
+        array = array_of(self._manifest, component, role)
         return self.whole()[array.start : array.start + array.size_bytes]
 
     def whole(self) -> torch.Tensor:
@@ -180,8 +197,7 @@ class EnginePool:
         event = self.event()
         if event is None:
             return []
-        first = self.spec.first_layer
-        return [LayerStep(first_layer=first, layers=self.spec.layers, **msgspec.structs.asdict(event))]
+        return [LayerStep(first_layer=self.first_layer, layers=self.layers, **msgspec.structs.asdict(event))]
 
     def layer_steps(self) -> list[LayerStep]:
         """Return the steps of SENDs whose layers the next forward pass fills, for ``signals``; none on the host.
@@ -190,6 +206,11 @@ class EnginePool:
             KvferryError: as ``event``.
         """
         return self._of_ring(self.signals.begin) or []
+
+    @property
+    def pages(self) -> int:
+        """Return the number of pages, with the padding page; of a window pool the full ones."""
+        return self._manifest.pages
 
     @property
     def page_bytes(self) -> int:
@@ -208,17 +229,17 @@ class EnginePool:
             PoolLostError: its memory was the daemon before's, and is not this one's.
             KvferryError: it does not know it yet.
         """
-        if self.memory == "daemon" and self.device != HOST:
-            raise PoolLostError(f"{self.name}: the daemon ended, and its memory of {self.device} with it")
         if self.memory == "daemon":
             try:
                 self._attach_again(client, resumed=resumed)
             except PoolLostError as error:
-                if not self.keeps_memory or self._region().is_reserved:  # those pages cannot be registered
+                # Memory of a device cannot be registered by a share, nor can reserved pages.
+                if self.device != HOST or not self.keeps_memory or self._region().is_reserved:
                     raise
                 logger.warning("kvferry: %s; what this engine has mapped of it is registered", error)
                 self._shared, self.memory, resumed = InheritedMemory(self._region()), "engine", False
             else:
+                self._open_ring(client)
                 return
         try:
             self._register(client)
@@ -229,13 +250,19 @@ class EnginePool:
 
     def _attach_again(self, client: Client, *, resumed: bool) -> None:
         if not resumed:
-            raise PoolLostError(f"{self.name}: the daemon ended, and the next one has not adopted its pools")
+            raise PoolLostError(f"{self.name}: the daemon ended, and the next one has not adopted its memory")
         try:
             again = client.attach_pool(self.name)
         except UnknownPoolError as error:
             raise PoolLostError(f"{self.name}: {error.detail}") from error
-        ours, theirs = self._region(), again.region
-        if not isinstance(theirs, HostRegion) or not ours.is_same(theirs.fd):
+        assert self._attached is not None
+        ours, theirs = self._attached.region, again.region
+        if isinstance(ours, HostRegion) and isinstance(theirs, HostRegion):
+            is_same = ours.is_same(theirs.fd)
+        else:
+            is_same = again.address == self._attached.address  # a process maps device memory once
+            again.close()
+        if not is_same:
             raise PoolLostError(f"{self.name}: the daemon has another memory of this name")
 
     def _create(self, client: Client) -> None:
@@ -248,21 +275,22 @@ class EnginePool:
             max_payload_bytes=self._payload_limit(client),
             deadline_s=self._deadline_s,
         )
-        ids = client.allocate(self.name, self._manifest.pages - 1)
-        if not np.array_equal(ids, np.arange(1, self._manifest.pages)):
-            raise InvalidFieldError(f"pool {self.name} is used by others", field="pool")
+        for space, count in spaces_of(self._manifest).items():
+            ids = client.allocate(self.name, count - 1, space=space)
+            if not np.array_equal(ids, np.arange(1, count)):
+                raise InvalidFieldError(f"pool {self.name} is used by others", field="pool")
         self._attached = pool
 
     def _register(self, client: Client) -> None:
         """Register it; what the next session of this engine finds is the same memory."""
-        tensors: dict[tuple[str, str], Any] = {("main", role): one for role, one in self._tensors.items()}
+        tensors: dict[tuple[str, str], Any] = {**self._tensors}
         if self.device == HOST:
             assert self._shared is not None
             whole = self._shared.view()
-            for role in ("k",) if self.spec.joined else ("k", "v"):
-                array = array_of(self._manifest, "main", role)
+            for key in dict.fromkeys((one.component, one.role) for one in self._manifest.entries):
+                array = array_of(self._manifest, *key)
                 part = whole[array.start : array.start + array.size_bytes]
-                tensors["main", role] = part.view(array_dtype(array.dtype)).reshape(array.shape)
+                tensors[key] = part.view(array_dtype(array.dtype)).reshape(array.shape)
         client.register_pool(
             self.name,
             self.spec,
@@ -301,9 +329,16 @@ class EnginePool:
         assert isinstance(region, HostRegion)
         return region
 
-    def _in_its_form(self, role: str, one: torch.Tensor) -> torch.Tensor:
-        array = array_of(self._manifest, "main", role)
+    def _in_its_form(self, key: tuple[str, str], one: torch.Tensor) -> torch.Tensor:
+        array = array_of(self._manifest, *key)
         return one.view(torch_dtype(array.dtype)).view(array.shape)
+
+    def _engine_lists(self) -> EngineLists:
+        if not self._tensors:
+            return engine_lists(self._manifest, self._address())
+        arrays = [array_of(self._manifest, *key) for key in self._tensors]
+        addresses = [one.data_ptr() for one in self._tensors.values()]
+        return engine_lists(placed_at(self._manifest, arrays, addresses, self._manifest.region_bytes))
 
     def _address(self) -> int:
         if self._shared is not None:

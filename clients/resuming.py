@@ -28,12 +28,20 @@ from kvferry.clients.daemon_socket import LAST_WORDS_MS
 from kvferry.clients.events import EventRing, RingPlan
 from kvferry.clients.session_channel import SessionChannel, SessionOpening
 from kvferry.clients.submissions import Submissions
+from kvferry.clients.tables import Place
 from kvferry.protocol.base import ErrorReply, ReplyBody
 from kvferry.protocol.codec import Frames, PageIds, unpacked
-from kvferry.protocol.errors import DaemonLostError, KvferryError, OverloadedError, PoolLostError, UnknownPoolError
+from kvferry.protocol.errors import (
+    DaemonLostError,
+    DeadlineError,
+    KvferryError,
+    OverloadedError,
+    PoolLostError,
+    UnknownPoolError,
+)
 from kvferry.protocol.ids import BootId
 from kvferry.protocol.pool_messages import AttachPool, Free, Freed
-from kvferry.protocol.session_stream import MemoryFollows, SessionOpen, ShareFollows
+from kvferry.protocol.session_stream import MemoryFollows, SessionOpen, ShareFollows, TablesFollow
 
 LOOK_S: Final = 0.05
 """How long a wait for the daemon's return may be at a time: a client that is closed meanwhile is told after it."""
@@ -67,12 +75,14 @@ class Keeps:
         regions: the number of each attached pool's memory: its tensors may live longer than who attached it.
         rings: the session's event rings.
         registered: how each pool was registered.
+        places: where each pool is that was attached or registered.
     """
 
     def __init__(self) -> None:
         self.regions: dict[str, int] = {}
         self.rings: weakref.WeakSet[EventRing] = weakref.WeakSet()
         self.registered: dict[str, Registration] = {}
+        self.places: dict[str, Place] = {}
         self._plan = RingPlan()
 
     def __repr__(self) -> str:
@@ -96,6 +106,7 @@ class Keeps:
         for fd in gone.fds if gone else ():
             os.close(fd)
         self.regions.pop(name, None)
+        self.places.pop(name, None)
 
     def close(self) -> None:
         """Give the registered pools' descriptors back, and close the rings."""
@@ -114,6 +125,13 @@ class Loss:
         self.until_s = until_s
         self.session = session
         self.attempts: Reconnection | None = None
+
+
+class TablesAfterwards(NamedTuple):
+    """The names of tables that are no more, and of those whose contents the daemon does not believe."""
+
+    lost: tuple[str, ...]
+    emptied: tuple[str, ...]
 
 
 Steps = Generator[Call[Any] | Registration, ReplyArrived | None, None]
@@ -363,11 +381,14 @@ class Resuming(Submissions):
             return
         for ring in keeps.rings:
             ring.outlive()
-        tables, rings = tuple(sorted(one.name for one in self._tables)), bool(keeps.rings)
+        rings = bool(keeps.rings)
         for name, region in list(keeps.regions.items()):
             yield from self._see_again(name, region)
         for name, one in list(keeps.registered.items()):
             yield from self._register_again(name, one)
+        tables = yield from self._go_on_with_tables()
+        if tables is None:
+            return
         pages: dict[tuple[str, str], PageIds] = {}
         frees = [one for ended in self._ended for one in ended.frees]
         held = self._core.held
@@ -377,7 +398,6 @@ class Resuming(Submissions):
                 yield from self._settle_books(held, name, its, pages)
         ended, self._ended = self._ended, []
         keeps.rings.clear()
-        self._tables.clear()
         self._recovered = self.boot_id
         self._release()
         self._tell(
@@ -386,7 +406,8 @@ class Resuming(Submissions):
                 self.boot_id,
                 transfers=tuple(one for each in ended for one in each.transfers),
                 operations=tuple(one for each in ended for one in each.operations),
-                tables=tables,
+                tables=tables.lost,
+                emptied=tables.emptied,
                 rings=rings,
                 pools=tuple(sorted(self._lost_pools)),
                 pages=pages,
@@ -397,7 +418,7 @@ class Resuming(Submissions):
         """Ask whether the daemon's pool of that name is the memory that is mapped here; else it is lost."""
         if name in self._keeps.registered:
             return
-        reply = yield from _answer(asked(AttachPool(pool=name, region=region)))
+        reply = yield from _answer(asked(AttachPool(pool=name, region=region)), OverloadedError, DeadlineError)
         if reply.error is not None:
             self._lost_pools.add(name)
             self._keeps.forget_pool(name)
@@ -408,12 +429,33 @@ class Resuming(Submissions):
             self._lost_pools.add(name)
             self._keeps.forget_pool(name)
 
+    def _go_on_with_tables(self) -> Generator[Call[Any] | Registration, ReplyArrived | None, TablesAfterwards | None]:
+        """Share tables in this process's memory anew, and let others go; return None: the daemon is lost again."""
+        lost, emptied = [], []
+        for tables in sorted(self._tables, key=lambda one: one.name):
+            created = None
+            if tables.memory is not None and tables.body.pool not in self._lost_pools:
+                call = asked(msgspec.structs.replace(tables.body, shown=tables.shown()))
+                reply = yield from _answer(Registration(call, tables.memory.frames))
+                channel = self._read_channel()
+                if self._loss is not None:
+                    return None
+                if reply.error is None:
+                    created, (_, fds) = call.read(reply), channel.take(reply.message_id, TablesFollow)
+                    tables.renew(created, fds)
+            if created is None:
+                self._tables.discard(tables)
+                lost.append(tables.name)
+            elif not created.adopted:
+                emptied.append(tables.name)
+        return TablesAfterwards(tuple(lost), tuple(emptied))
+
     def _settle_books(
         self, held: HeldPages, pool: str, frees: Sequence[Outgoing], lost: dict[tuple[str, str], PageIds]
     ) -> Steps:
         """Compare who owns which page of a pool: what nobody here knows of goes back, what is missing is said."""
         call = calls.list_owned(pool)
-        reply = yield from _answer(call)
+        reply = yield from _answer(call, OverloadedError, DeadlineError)
         owned: dict[str, PageIds] = {}
         if reply.error is None:
             owned = call.read(reply)
@@ -487,14 +529,16 @@ class Resuming(Submissions):
             self._advance(self._replies.pop(reply.message_id))
 
 
-def _answer(call: Call[Any] | Registration) -> Generator[Call[Any] | Registration, ReplyArrived | None, ReplyArrived]:
-    """Ask, again where the daemon is busy, and return the reply."""
+def _answer(
+    call: Call[Any] | Registration, *again: type[KvferryError]
+) -> Generator[Call[Any] | Registration, ReplyArrived | None, ReplyArrived]:
+    """Ask, ``again`` where the daemon is busy, or has not adopted the pool, and return the reply."""
     tries = 0
     while True:
         reply = yield call
         assert reply is not None
         tries += 1
-        if tries == BUSY_TRIES or not isinstance(reply.error, OverloadedError):
+        if tries == BUSY_TRIES or not isinstance(reply.error, again or OverloadedError):
             return reply
 
 

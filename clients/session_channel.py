@@ -201,9 +201,7 @@ def close_left(fds: list[int]) -> None:
 
 def _fds_of(message: SessionFrame) -> int:
     """Return how many descriptors come with a frame."""
-    if isinstance(message, TablesFollow):
-        return 2 if message.share is None else 1
-    return {RegionFollows: 1, EventsFollow: 2}.get(type(message), 0)
+    return {RegionFollows: 1, EventsFollow: 2, TablesFollow: 2}.get(type(message), 0)
 
 
 class SessionOpening:

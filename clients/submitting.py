@@ -118,7 +118,6 @@ class Submitting(ABC):
         first_token: int | None = None,
         payload: bytes = b"",
         last: bool = True,
-        destinations: int = 1,
         steps: Sequence[LayerStep] = (),
         checksums: bool = False,
         deadline_s: float | None = None,
@@ -135,7 +134,6 @@ class Submitting(ABC):
             first_token: the token that prefill sampled, delivered with completion.
             payload: more to deliver with it, up to the ``max_payload_bytes`` of both pools: 64 KiB by default.
             last: whether no further chunk follows.
-            destinations: how many transfers take these pages.
             steps: which layers are ready after which event, in that order; none: the pages are filled.
             checksums: whether to compare arrived bytes with checksums of these pages before they count
                 (TRANSFER_FAILED); docs/engines.md has cost and coverage.
@@ -147,7 +145,6 @@ class Submitting(ABC):
             pool=pool,
             lists=heads,
             last=last,
-            destinations=destinations,
             first_token=first_token,
             payload=payload,
             steps=sequence(steps, "steps, as ring.step makes them", "steps"),
@@ -162,7 +159,8 @@ class Submitting(ABC):
         request_id: str,
         lists: Sequence[Pages] = (),
         *,
-        sources: int = 1,
+        sources: int | list[str] | tuple[str, ...] = 1,
+        destinations: int = 1,
         source_daemons: Sequence[str] = (),
         after: DeviceEvent | None = None,
         into: ReceiveInto = "pages",
@@ -178,7 +176,10 @@ class Submitting(ABC):
             request_id: the sending sides use the same.
             lists: the pages to fill, one list a component; see ``pages``. None if only the first token and the payload
                 are wanted: the sources' pages are skipped.
-            sources: how many pools send.
+            sources: how many pools send; or their names, where others send other parts of the request: the first one's
+                first token and payload count.
+            destinations: how many pools of the receiving side each of them fills, this one among them; all of these
+                receive under the same request id, and say the same number.
             source_daemons: the addresses of the daemons they belong to, as those daemons' ``peers.listen`` gives them;
                 none for this client's own daemon only.
             after: work that still uses the pages, see ``EventRing.record_event``; nothing is written before it is done.
@@ -188,13 +189,16 @@ class Submitting(ABC):
             deadline_s: for the whole transfer.
         """
         in_pages = str(into) != "host"
+        count, names = (len(sources), tuple(sources)) if isinstance(sources, list | tuple) else (sources, ())
         heads, ids = page_lists(lists, with_ids=in_pages)
         body = Receive(
             request_id=request_id,
             pool=pool,
             lists=heads,
-            sources=sources,
+            sources=count,
+            destinations=destinations,
             source_daemons=sequence(source_daemons, "addresses", "source_daemons"),
+            source_pools=names,
             after=after,
             into=into,
             checksums=checksums,
@@ -214,7 +218,7 @@ class Submitting(ABC):
         rows: Mapping[int, npt.ArrayLike] | None = None,
         released: npt.ArrayLike = (),
         bound: tuple[npt.ArrayLike, npt.ArrayLike] = ((), ()),
-        after: DeviceEvent | None = None,
+        after: DeviceEvent | int | None = None,
         deadline_s: float | None = None,
     ) -> PendingReply[TablesUpdated]:
         """Change tables for the next replay: all of it or nothing. Returns at once; then ``wait`` and ``tables.order``.
@@ -230,7 +234,8 @@ class Submitting(ABC):
             rows: rows of new requests, with all their pages.
             released: full pages whose window pages go back.
             bound: full pages that get a window page, and these.
-            after: the end of the replay that still reads the tables, see ``EventRing.record_event``.
+            after: the end of the replay that still reads the tables: on a device what ``tables.replayed`` returns, on
+                the host what ``EventRing.record_event`` does.
             deadline_s: for the daemon's reply.
 
         Raises:
@@ -240,8 +245,9 @@ class Submitting(ABC):
         """
         name = self._name_of(tables)
         counts, ids = calls.table_lists(lengths, entries, rows, released, bound)
-        body = UpdateTables(tables=name, extra_tokens=extra_tokens, after=after, **counts)
-        return self.begin(asked(body, {"batch": "lengths"}, (ids,)), deadline_s=deadline_s)
+        event, replayed = (None, after) if isinstance(after, int) else (after, None)
+        body = UpdateTables(tables=name, extra_tokens=extra_tokens, after=event, replayed=replayed, **counts)
+        return self.begin(asked(body, {"batch": "lengths", "replayed": "after"}, (ids,)), deadline_s=deadline_s)
 
     # -- tiers
 
@@ -308,19 +314,27 @@ class Submitting(ABC):
         ids: npt.ArrayLike,
         *,
         first_block: int = 0,
+        group: str = MAIN,
         unpin: bool = False,
         after: DeviceEvent | None = None,
         deadline_s: float | None = None,
     ) -> TierOperation:
-        """Copy blocks of a lease into pages, ``block_pages`` each, from block ``first_block`` on. Returns at once.
+        """Copy a group's blocks of a lease into pages, ``block_pages`` each. Returns at once.
 
-        ``unpin`` ends the lease with the operation, however that ends.
+        ``first_block`` is the number of the first one in the prompt. ``unpin`` ends the lease with the operation,
+        however that ends.
 
         A missing or damaged block raises CacheMissError; the first ``operation.done.loaded`` blocks are loaded.
         """
         packed = packed_ids(ids, "ids")
         body = Load(
-            lease=lease, pool=pool, pages=len(packed) // INT64_BYTES, first_block=first_block, after=after, unpin=unpin
+            lease=lease,
+            pool=pool,
+            pages=len(packed) // INT64_BYTES,
+            first_block=first_block,
+            group=group,
+            after=after,
+            unpin=unpin,
         )
         return self._begin_operation(body, [packed], deadline_s)
 
@@ -331,12 +345,12 @@ class Submitting(ABC):
         ids: npt.ArrayLike,
         *,
         parent: bytes | None = None,
-        space: str = MAIN,
+        group: str = MAIN,
         block_pages: int = 1,
         after: DeviceEvent | None = None,
         deadline_s: float | None = None,
     ) -> TierOperation:
-        """Put pages into the cache, ``block_pages`` a hash, unless it has them. Returns at once.
+        """Put pages of a group into the cache, ``block_pages`` a hash, unless it has them. Returns at once.
 
         Only pools of the same layout, model identity and user find them; a pool without a model is refused (NO_MODEL).
         Do not write the pages before the operation is done. ``parent`` is the hash before the first one: only new
@@ -348,7 +362,7 @@ class Submitting(ABC):
             hashes=joined(hashes),
             pages=len(packed) // INT64_BYTES,
             parent=b"" if parent is None else parent,
-            space=space,
+            group=group,
             block_pages=block_pages,
             after=after,
         )

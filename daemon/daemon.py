@@ -29,7 +29,8 @@ from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Session, SessionRegistry
 from kvferry.daemon.peers.links import Heartbeat, PeerLinks
 from kvferry.daemon.process.access import RuntimeDirectory
-from kvferry.daemon.process.descriptors import PER_POOL, PER_SESSION, Descriptors, raise_limit
+from kvferry.daemon.process.descriptors import PER_POOL, PER_REGION, PER_SESSION, Descriptors, raise_limit
+from kvferry.daemon.process.device_keeper import DeviceKeeper, Fence, open_keeper
 from kvferry.daemon.process.devices import CHECK_S, Devices
 from kvferry.daemon.process.fd_store import FdStore, NoStore, open_store
 from kvferry.daemon.process.garbage import collect_new_only
@@ -37,6 +38,7 @@ from kvferry.daemon.process.host import ServiceManager, configure_logs, keep_fre
 from kvferry.daemon.process.inherited import Inherited, take_inherited
 from kvferry.daemon.process.memory import HostMemory
 from kvferry.daemon.process.signals import answered
+from kvferry.daemon.process.succession import Predecessor
 from kvferry.daemon.process.threads import started_threads
 from kvferry.daemon.process.time_slices import as_others, be_as_others, be_prompt
 from kvferry.daemon.quota import Quota
@@ -50,6 +52,7 @@ from kvferry.daemon.services.tables import TableService
 from kvferry.daemon.services.tiers import Tiers
 from kvferry.daemon.services.transfer_effects import Movers, TransferEffects
 from kvferry.daemon.services.transfers import TransferService
+from kvferry.daemon.services.upgrade import UpgradeService, check_kept
 from kvferry.daemon.services.verification import Verification
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.daemon.transfer.state_machine import TransferStateMachine
@@ -69,7 +72,7 @@ from kvferry.pools.pool import Pool
 from kvferry.protocol import VERSION
 from kvferry.protocol.config.load import load_config
 from kvferry.protocol.config.schema import Config
-from kvferry.protocol.errors import ConfigError, DeviceLostError, KvferryError, MalformedError
+from kvferry.protocol.errors import ConfigError, DaemonLostError, DeviceLostError, KvferryError, MalformedError
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.limits import Limits, agree
 from kvferry.protocol.session_messages import Hello, Pong, SessionStatus, StatusReport, Welcome
@@ -82,9 +85,6 @@ IN_FLIGHT_BYTES: Final = 128 << 20
 
 PINGS_PER_WATCHDOG: Final = 4
 """So many pings fit into the time that the service manager's watchdog leaves."""
-
-SOCKETS: Final = "sockets"
-"""What the socket unit calls those that it listens on (FileDescriptorName=)."""
 
 REPORT_KEPT: Final = 10.0
 """Unauthenticated clients are given a STATUS again for as many times as long as it took: a tenth of the work."""
@@ -130,6 +130,7 @@ class Daemon:
         tuning: Tuning = DEFAULT_TUNING,
         inherited: Inherited | None = None,
         store: FdStore | None = None,
+        keeper: DeviceKeeper | None = None,
     ) -> None:
         """Build everything on the running loop.
 
@@ -142,12 +143,14 @@ class Daemon:
             inherited: the descriptors that the service manager has passed. Its parts take theirs by name while they
                 are built; ``serve`` closes the rest.
             store: what keeps pools and sessions for the next daemon; without one they end with this one.
+            keeper: who keeps the memory of pools on devices for it.
 
         Raises:
             ConfigError: an address cannot be listened on, or tiers lack what they need.
         """
         self.boot_id = new_boot_id()
         self._config = config
+        self._directory = directory
         self._tuning = tuning
         self._inherited = inherited or Inherited()
         may_keep_bytes = kept_bytes(smallest_limit().size_bytes)
@@ -183,7 +186,9 @@ class Daemon:
             connection_bytes,
         )
         # -- pools and devices
-        self._devices = Devices(config.devices, self._device_lost, tuning.stuck_after_s)
+        self._devices = Devices(config.devices, self._device_lost, tuning.stuck_after_s, keeper)
+        self._fence = Fence(keeper, counters.add)
+        self._adopting: asyncio.Task[None] | None = None
         self._registry = PoolRegistry(LostPools(directory.folder), self._sessions, self._pool_removed)
         self._session_socket = SessionSocket(
             directory.listen(SESSION_SOCKET),
@@ -198,7 +203,7 @@ class Daemon:
             resume_grace_s=config.service.resume_grace_s,
         )
         self._adoption = Adoption(
-            store or NoStore(), self.boot_id, self._sessions, self._session_socket, self._registry, counters
+            store or NoStore(), self.boot_id, self._sessions, self._session_socket, self._registry, counters, keeper
         )
         self._fetcher = started_threads(FETCH_THREADS, "fetch")
         self._rings = EventRings(
@@ -234,6 +239,7 @@ class Daemon:
             self._fetcher,
             memory,
             counters,
+            self._adoption.host_tier(memory, config.tiers),
         )
         # -- transfers
         state_machine = TransferStateMachine(
@@ -278,10 +284,17 @@ class Daemon:
             messenger,
             self._tiers.host_receives,
             limits,
+            counters,
         )
         # -- graph tables
         self._tables = TableService(
-            self._dispatcher, self._session_socket, self._registry, self._devices, self._rings, descriptors
+            self._dispatcher,
+            self._session_socket,
+            self._registry,
+            self._devices,
+            self._rings,
+            descriptors,
+            self._fence,
         )
         self._verification = Verification(
             self._dispatcher,
@@ -293,6 +306,7 @@ class Daemon:
             self._remote.receiver,
             self._adoption,
         )
+        self._upgrade = UpgradeService(self._dispatcher, self._control.user_of, self._adoption)
         self._dispatcher.handle_open("HELLO", self._hello)
         self._dispatcher.handle_open("PING", lambda _call: Pong())
         self._dispatcher.handle_open("STATUS", self._status)
@@ -323,8 +337,8 @@ class Daemon:
         for device in self._config.devices.open:
             manager.starting(f"opening {device}")
             await self._loop.run_in_executor(self._fetcher, self._devices.open, device)
-        await self._tiers.start()
-        self._adoption.adopt(self._loop)
+        await self._tiers.start(self._fence)
+        self._adoption.adopt(self._loop, self._tiers.adopt)
         self._links.start(self._peers)
         self._control.start(self._loop, self._dispatcher.on_message, self._sessions.identities)
         self._session_socket.start(self._loop, self._control.drain)
@@ -332,9 +346,12 @@ class Daemon:
         self._inherited.close_rest()
         for pool in self._registry:
             self._descriptors.promise(pool.region, pool.tenant, "pools", PER_POOL)
+        for found in self._adoption.coming:
+            self._descriptors.promise(found.file, found.record.tenant, "pools", PER_REGION)
         for session in self._sessions:
             self._descriptors.promise(session, session.tenant, "sessions", PER_SESSION)
         self._descriptors.begin()
+        self._adopting = self._loop.create_task(self._adopt_devices())
         self_ping = SelfPing(self._control_path, self.boot_id)
         await self_ping.check()
         if manager.watchdog_s is not None:
@@ -342,33 +359,67 @@ class Daemon:
         manager.ready(f"serving, boot id {self.boot_id}")
         log.info("serving", boot_id=self.boot_id, pid=os.getpid(), version=VERSION)
         try:
-            await self._stopping.wait()
-            manager.stopping()
+            await self._told_to_end_or_succeeded()
+            if self._upgrade.successor is None:
+                manager.stopping()
             self._transfers.drain()
             self._tiers.operations.drain()
             await self._drain()
         finally:
-            self._leave_if_a_device_is_lost()
-            self._leave_in_any_case()
-            await self_ping.close()
-            self._remote.close()
-            if self._network is not None and self._copier is not None:
-                await self._network.stop()
-                # Its threads know the network's memory by its address.
-                await self._copier.close(self._fetcher)
-                self._network.close()
-            await self._verification.close()
-            await self._dispatcher.close()
-            await self._tiers.close()
-            self._transport.close()
-            self._fetcher.shutdown(wait=False, cancel_futures=True)
-            self._links.close()
-            self._control.close()  # first what was said, then the end of the sessions
-            self._leave_sessions()
+            await self._close(manager, self_ping)
+
+    async def _told_to_end_or_succeeded(self) -> None:
+        waits = [self._loop.create_task(event.wait()) for event in (self._stopping, self._upgrade.ready)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+    async def _close(self, manager: ServiceManager, self_ping: SelfPing) -> None:
+        """Give everything back; what outlives this daemon is the successor's as soon as nothing here writes it.
+
+        Raises:
+            DaemonLostError: the successor has ended.
+        """
+        self._leave_if_a_device_is_lost()
+        self._leave_in_any_case()
+        await self._upgrade.close()
+        if self._adopting is not None:
+            self._adopting.cancel()
+            await asyncio.wait([self._adopting])
+        await self._fence.close()
+        successor = self._upgrade.successor
+        if successor is not None:
+            successor.hand(self._directory.handed_over())
+        await self_ping.close()
+        self._remote.close()
+        if self._network is not None and self._copier is not None:
+            await self._network.stop()
+            # Its threads know the network's memory by its address.
+            await self._copier.close(self._fetcher)
+            self._network.close()
+        await self._verification.close()
+        await self._dispatcher.close()
+        await self._tiers.close()
+        self._transport.close()
+        self._fetcher.shutdown(wait=False, cancel_futures=True)
+        self._links.close()
+        self._control.close()  # first what was said, then the end of the sessions
+        self._leave_sessions()
+        if successor is not None:
+            successor.hand(self._adoption.handed_over())
+        self._adoption.leave()
+        try:
+            if successor is not None:
+                manager.succeeded_by(successor.pid)
+                successor.go()
+        finally:
             await self._tables.close()
             await self._pools.close()
-            self._adoption.leave()
             log.info("ended", counters=self.counters.snapshot())
+        if successor is not None and self._stopping.is_set():
+            successor.tell_to_end()
+        if not self._devices.let_go():
+            os._exit(0)  # torch would wait for an engine's replay
 
     async def _drain(self) -> None:
         try:
@@ -381,9 +432,17 @@ class Daemon:
             self._effects.write_log()
             self._tiers.operations.write_log()
 
+    async def _adopt_devices(self) -> None:
+        try:
+            await self._adoption.adopt_devices(self._devices, self._fence)
+        except Exception as cause:
+            log.exception("pools on devices are not adopted", cause=str(cause))
+
     def _watch_devices(self) -> None:
         try:
             self._devices.check(time.monotonic())
+            with contextlib.suppress(RuntimeError):  # it ends
+                self._fetcher.submit(self._devices.let_go)
         finally:
             self._loop.call_later(CHECK_S, self._watch_devices)
 
@@ -399,7 +458,8 @@ class Daemon:
 
     def _leave_if_a_device_is_lost(self) -> None:
         """End the process where a device is lost: a thread may be inside a call that never comes back."""
-        if self._devices.lost:
+        if lost := self._devices.lost:
+            self._adoption.forget_records(pool for pool in self._registry if pool.region.device in lost)
             self._control.close()
             self._leave_sessions()
             log.error("ended", counters=self.counters.snapshot())
@@ -489,7 +549,7 @@ class Daemon:
             daemon_version=VERSION,
             pid=os.getpid(),
             uptime_ms=round((time.monotonic() - self._started_at) * 1000),
-            draining=self._stopping.is_set(),
+            draining=self._stopping.is_set() or self._upgrade.ready.is_set(),
             pools=self._pools.status(),
             sessions=tuple(
                 SessionStatus(
@@ -530,6 +590,7 @@ async def run_daemon(
     tuning: Tuning = DEFAULT_TUNING,
     inherited: Inherited | None = None,
     store: FdStore | None = None,
+    keeper: DeviceKeeper | None = None,
 ) -> None:
     """Serve in a locked runtime directory until a signal asks to end; see ``signals``."""
     stopping = asyncio.Event()
@@ -537,7 +598,7 @@ async def run_daemon(
         keep_freed_memory()
         collect_new_only()
         network = await open_network(config, tuning.network)
-        await Daemon(config, directory, stopping, network, tuning, inherited, store).serve(manager)
+        await Daemon(config, directory, stopping, network, tuning, inherited, store, keeper).serve(manager)
 
 
 def main(arguments: list[str] | None = None, tuning: Tuning = DEFAULT_TUNING) -> int:
@@ -554,28 +615,36 @@ def main(arguments: list[str] | None = None, tuning: Tuning = DEFAULT_TUNING) ->
     parser.add_argument(
         "--keep",
         action="store_true",
-        help="let host pools and sessions outlive the daemon with a small process that holds their memory; a service "
-        "manager with a store of descriptors, such as systemd, does that without it",
+        help="let pools and sessions outlive the daemon with small processes that hold their memory, one for the "
+        "host's and one for NPUs'; a service manager with a store of descriptors, such as systemd, does that without "
+        "it, and has a unit for the latter",
     )
     options = parser.parse_args(arguments)
-    inherited = take_inherited()
+    inherited, predecessor = take_inherited(), None
     # A torch_npu without CANN would make torch itself fail: devices are asked for when a pool needs one.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     try:
+        predecessor = Predecessor.find()
         copy_kernel.check_switch()
         config = load_config(options.config, offer()) if options.config else Config()
         path = options.runtime_dir or Path(config.runtime_dir or runtime_dirs(os.environ)[0])
-        runtime_directory = RuntimeDirectory(path.absolute(), inherited.take(SOCKETS))
+        if predecessor is not None:
+            check_kept(predecessor.kept)
+            inherited = Inherited(predecessor.take_over(VERSION))
+        runtime_directory = RuntimeDirectory(path.absolute(), inherited)
         runtime_directory.check_path()
     except KvferryError as error:
+        if predecessor is not None:
+            predecessor.refuse(str(error))
         print(f"kvferry daemon: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return 1 if isinstance(error, DaemonLostError) else EXIT_BAD_INPUT
     try:
         configure_logs(config.logging)
         with runtime_directory as directory:
             store = open_store(directory.path, inherited, keep=options.keep)
+            keeper = open_keeper(directory.path, store, config.keeper.grace_s)
             be_prompt()
-            uvloop.run(run_daemon(config, directory, ServiceManager(), tuning, inherited, store))
+            uvloop.run(run_daemon(config, directory, ServiceManager(), tuning, inherited, store, keeper))
     except KvferryError as error:
         print(f"kvferry daemon: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT if isinstance(error, ConfigError) and not error.retryable else 1

@@ -7,7 +7,7 @@ from functools import cached_property
 from kvferry.pools.allocator import PageAllocator
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
-from kvferry.pools.planning.manifest import component_of, spaces_of
+from kvferry.pools.planning.manifest import component_of, groups_of, spaces_of
 from kvferry.pools.pool_file import owners_in
 from kvferry.pools.tiers.blocks import BlockLayout
 from kvferry.protocol.errors import ModelMismatchError, UnknownComponentError
@@ -102,16 +102,20 @@ class Pool:
             )
         return allocator
 
-    def block_layout(self, space: str) -> BlockLayout:
-        """Return the block layout of a page space: what a block holds, and where its bytes lie in this pool.
+    def block_layout(self, group: str, field: str = "group") -> BlockLayout:
+        """Return the block layout of a group: what a page of its space holds, and where its bytes lie in this pool.
 
         Raises:
-            UnknownComponentError: the pool has no such space.
+            UnknownComponentError: the pool has no such group; names ``field``.
         """
-        layout = self._block_layouts.get(space)
+        layout = self._block_layouts.get(group)
         if layout is None:
-            self.space(space)
-            layout = self._block_layouts[space] = BlockLayout(self.manifest, space)
+            groups = groups_of(self.manifest)
+            if group not in groups:
+                raise UnknownComponentError(
+                    f"pool {self.name!r} has no group {group!r}; it has {', '.join(groups)}", field=field
+                )
+            layout = self._block_layouts[group] = BlockLayout(self.manifest, groups[group])
         return layout
 
     def allocator_of(self, component: str) -> PageAllocator:

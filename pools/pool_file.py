@@ -40,9 +40,18 @@ _POOL_MAGIC: Final = b"kvf-pool"
 _ALIGNMENT: Final = 64
 
 
-class PoolRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A host pool of the daemon. ``memory`` is the identity of its region.
+class KeptRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Device memory that a keeper has under ``key``, which is random: another keeper has nothing under it."""
 
+    device: Annotated[str, Meta(pattern="^npu:[0-9]{1,3}\\Z")]
+    key: Annotated[str, Meta(pattern="^[0-9a-f]{32}\\Z")]
+    size_bytes: Annotated[int, Meta(ge=1, le=1 << 50)]
+
+
+class PoolRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A pool of the daemon. ``memory`` is the identity of its region; ``kept`` where that is on a device.
+
+    It is written once the memory is zeroed: memory of a keeper that no record names is nobody's.
     ``manifest`` is the digest of the manifest that follows from ``spec``: where another version of kvferry lays the
     same spec out otherwise, the bytes in the region are not what it takes them for.
     """
@@ -55,6 +64,7 @@ class PoolRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ends_with: Number | None = None
     memory: Annotated[int, Meta(ge=0)]
     manifest: str
+    kept: KeptRecord | None = None
 
 
 _encoder: Final = msgspec.msgpack.Encoder()

@@ -78,6 +78,7 @@ which ``fault`` says in words, on the wire too::
         +-- SnapshotLostError         SNAPSHOT_LOST        the snapshot's memory ended with the daemon that made it
         +-- DaemonLostError           DAEMON_LOST          no daemon answers, or its connection closed
         +-- SessionLostError          SESSION_LOST         the daemon that answers does not know the session
+        +-- UpgradeRefusedError       UPGRADE_REFUSED      the next daemon cannot take over; this one goes on
         +-- InternalError             INTERNAL             a bug in the daemon
 """
 
@@ -714,6 +715,13 @@ class SessionLostError(DaemonError):
         "close the client, connect again and create the pools anew: their pages are no longer this engine's, but what "
         "was mapped can still be read"
     )
+
+
+class UpgradeRefusedError(DaemonError):
+    """The next daemon cannot take over; this one goes on as before."""
+
+    code = "UPGRADE_REFUSED"
+    remedy = "mend what it says, or restart the daemon: what the next one cannot read is lost then"
 
 
 class InternalError(DaemonError):

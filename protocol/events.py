@@ -19,7 +19,7 @@ OperationKind = Literal["offload", "restore", "store", "load"]
 
 
 class Matched(Body, frozen=True, kw_only=True, tag="MATCHED"):
-    """Another receiver of an open send request has come; ``matched`` of its ``destinations`` have come so far.
+    """Another receiver of an open send request has come; ``matched`` of the ``destinations`` it says have come so far.
 
     It is not sent for receivers that were there before the first SEND (ACCEPTED counts them), nor to a session that
     acknowledges no events: RESULT has the count.

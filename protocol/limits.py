@@ -80,8 +80,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 # The version increases when a message's meaning changes, not with a new field or type.
 
 
-PROTOCOL_MIN = 3
-PROTOCOL_MAX = 3
+PROTOCOL_MIN = 4
+PROTOCOL_MAX = 4
 
 
 def agree(protocol_min: int, protocol_max: int) -> int:

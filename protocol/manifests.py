@@ -21,6 +21,9 @@ LayerNumbers = Annotated[tuple[Annotated[int, Meta(ge=0, lt=(1 << 31) - 1)], ...
 LayerGroups = Annotated[tuple[LayerNumbers, ...], Meta(max_length=16)]
 """Layer numbers per group, ascending; each layer of the pool is in one group. A stage may have none of a group."""
 
+Parts = Annotated[tuple[Count, ...], Meta(min_length=1, max_length=16)]
+"""Elements of each of the parts that lie side by side in a row."""
+
 ComponentNames = Annotated[tuple[ComponentName, ...], Meta(max_length=16)]
 View = Literal["paged", "fia", "nz", "hnd"]
 HostView = Literal["page_first", "page_first_direct"]
@@ -84,6 +87,9 @@ class MhaSpec(_Spec, frozen=True, kw_only=True, tag="mha"):
     dtypes only. ``packing`` names an engine's own order of the bytes of a head within a page, with ``joined`` and
     ``hnd`` only: such pages pair with those of the same name, and can be cut by heads.
 
+    ``index_head_dim``, ``index_layers`` and ``index_dtype`` are an indexer's keys, one head on the same pages that all
+    ranks hold alike, see ``MlaSpec``.
+
     ``groups`` are the KV cache groups of an engine with a block table per group and page ids from one allocator:
     components ``main``, ``group1``, ``group2`` and so on, all in the page space ``main``. A page belongs to one group
     at a time; the layers at the same index of their groups share an array.
@@ -108,6 +114,9 @@ class MhaSpec(_Spec, frozen=True, kw_only=True, tag="mha"):
     groups: LayerGroups = ()
     joined: bool = False
     packing: Packing | None = None
+    index_head_dim: Count | None = None
+    index_layers: LayerNumbers | LayerCount | None = None
+    index_dtype: str | None = None
 
 
 class MlaSpec(_Spec, frozen=True, kw_only=True, tag="mla"):
@@ -150,15 +159,15 @@ class HybridSwaSpec(_Spec, frozen=True, kw_only=True, tag="hybrid_swa"):
     """A pool of full and sliding-window attention: components ``main`` and ``swa``, each in its own page space.
 
     Layers keep the model's numbers; a pipeline stage may have layers of one kind only. ``window`` is the sliding window
-    in tokens, ``window_tokens`` the capacity of the window pages in tokens. The window layers' heads and scales default
-    to those of the full layers; scales per layer have no default.
+    in tokens, if known, ``window_tokens`` the capacity of the window pages in tokens. The window layers' heads and
+    scales default to those of the full layers; scales per layer have no default.
     """
 
     full_layers: LayerNumbers = ()
     window_layers: LayerNumbers = ()
     tokens: Size
     window_tokens: Size
-    window: Count
+    window: Count | None = None
     page_size: Count
     kv_heads: Count
     head_start: Index = 0
@@ -187,7 +196,11 @@ class MambaSpec(_Spec, frozen=True, kw_only=True, tag="mamba"):
 
     Component ``mamba`` has one slot per request (``slots`` excludes the padding slot 0) with conv ``(conv_window,
     conv_channels)`` and ssm ``ssm_shape`` in each state layer; either may be omitted. ``ssm_shape`` begins with the
-    heads held here, of ``state_total_heads`` (default: all) starting at ``state_head_start``. The attention layers are
+    heads held here, of ``state_total_heads`` (default: all) starting at ``state_head_start``; ``state_replicas`` is the
+    number of ranks that hold the same states. ``conv_channels_first`` is the order ``(conv_channels, conv_window)``.
+    ``conv_parts`` are the channels held here of each part that lies side by side in ``conv_channels`` (q, k and v) and
+    is split over the ranks by itself, in proportion to the heads (without ssm: to the first part's channels, which the
+    head fields then count). Ranks of unequal splits exchange conv only if both give it. The attention layers are
     component ``main``; ``tokens``, ``page_size``, ``kv_heads`` and ``head_dim`` apply to them.
     """
 
@@ -195,11 +208,14 @@ class MambaSpec(_Spec, frozen=True, kw_only=True, tag="mamba"):
     slots: Count
     conv_window: Count | None = None
     conv_channels: Count | None = None
+    conv_channels_first: bool = False
+    conv_parts: Parts | None = None
     conv_dtype: str | None = None
     ssm_shape: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=4)] | None = None
     ssm_dtype: str = "float32"
     state_head_start: Index = 0
     state_total_heads: Count | None = None
+    state_replicas: Count = 1
     attention_layers: LayerNumbers = ()
     tokens: Size | None = None
     page_size: Count | None = None

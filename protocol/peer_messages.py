@@ -18,7 +18,7 @@ from kvferry.protocol.codec import Frames, PageIds, page_lists, with_page_lists
 from kvferry.protocol.errors import ErrorInfo, MalformedError
 from kvferry.protocol.ids import ComponentName, Hex128, ModelIdentity, PeerAddress, PeerKey, PoolName
 from kvferry.protocol.manifests import Index, LayerCount, Manifest, Offset, Size
-from kvferry.protocol.transfer_messages import MAX_POOLS, MAX_STEPS, Direction, PageLists, Payload
+from kvferry.protocol.transfer_messages import MAX_POOLS, MAX_STEPS, Direction, Few, PageLists, Payload, SourcePools
 
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Amount = Annotated[int, Meta(ge=0, le=1 << 50)]
@@ -82,6 +82,9 @@ class Announce(OfReceive, frozen=True, kw_only=True, tag="ANNOUNCE"):
     """Home to source: a receive request waits for this request id. Repeated after a reconnection; idempotent."""
 
     deadline_ms: Number
+    destinations: Few = 1
+    source_pools: SourcePools = ()
+    """As in RECEIVE."""
 
 
 class PeerSend(OfReceive, frozen=True, kw_only=True, tag="SEND_REQUEST"):

@@ -141,6 +141,22 @@ class Verify(AnsweredBy[Verified], frozen=True, kw_only=True, tag="VERIFY"):
     deep: bool = False
 
 
+class Upgrading(ReplyBody, frozen=True, kw_only=True, tag="UPGRADING"):
+    """UPGRADE's reply: the next daemon, of this version, is ready; this one ends its copies and hands over."""
+
+    daemon_version: str
+    pid: int
+
+
+class Upgrade(AnsweredBy[Upgrading], frozen=True, kw_only=True, tag="UPGRADE"):
+    """Start the daemon that is installed by now beside this one, and let it take over: sessions and pools go on.
+
+    It reads the configuration anew. For the daemon's own user and root.
+    """
+
+    in_batch = False
+
+
 class SpaceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One page space of a pool in STATUS; see ``PoolStatus``."""
 
@@ -265,6 +281,8 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
     pool_bytes: int
     reaches: tuple[str, ...] = ()
     """The other devices in use that it copies from directly; from those that are not here, through host memory."""
+    keeper: str = ""
+    """Who keeps pools on it for the next daemon: ``process N``, or ``lost: `` and why; empty: nobody does."""
 
 
 class TablesStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -150,8 +150,8 @@ class ShareFollows(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
 
     Several frames for one message add up.
 
-    The daemon sends it before the reply to ATTACH_POOL and CREATE_TABLES; an engine sends it before REGISTER_POOL,
-    OPEN_EVENTS and CREATE_TABLES.
+    The daemon sends it before the reply to ATTACH_POOL; an engine sends it before REGISTER_POOL, OPEN_EVENTS and
+    CREATE_TABLES.
     """
 
     message_id: int
@@ -169,14 +169,13 @@ class MemoryFollows(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
 
 
 class TablesFollow(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="TABLES"):
-    """The memory of CREATE_TABLES ``message_id``: the descriptor of the host lengths, then of the tables, or a share.
+    """Comes with two file descriptors for CREATE_TABLES ``message_id``: the host lengths, then the tables.
 
-    A share comes with the event that the daemon records after each update, for replays to wait for.
+    On a device, where the tables are the engine's, the second one is a pidfd of the daemon: when that process has
+    ended, the engine itself brings its last update to an end.
     """
 
     message_id: int
-    share: Share | None = None
-    events: SharedEvents | None = None
 
 
 SessionFrame = SessionOpened | SessionRefused | RegionFollows | EventsFollow | ShareFollows | TablesFollow

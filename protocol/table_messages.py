@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
 from kvferry.protocol.base import AnsweredBy, DeviceEvent, PageCount, ReplyBody
-from kvferry.protocol.ids import MAIN, ComponentName, PoolName, ProcessId
+from kvferry.protocol.ids import MAIN, ComponentName, PoolName
 
 Rows = Annotated[int, Meta(ge=1, le=65_536)]
 Tokens = Annotated[int, Meta(ge=1, lt=1 << 31)]
 NoTokens = Annotated[int, Meta(ge=0, lt=1 << 31)]
+UpdateNumber = Annotated[int, Meta(ge=0, lt=1 << 62)]
+ReplayNumber = Annotated[int, Meta(ge=1, lt=1 << 62)]
+
+
+class TablesShown(msgspec.Struct, frozen=True, kw_only=True):
+    """What tables on a device show, or are about to, that the daemon before has written: its last whole update."""
+
+    sequence: UpdateNumber
+    batch: Annotated[int, Meta(ge=0, le=65_536)]
+    """Rows in use."""
+    extra_tokens: NoTokens = 0
+    overwritten: bool = False
+    """The engine has written the tables itself since: they are not read, and all rows are taken for empty."""
 
 
 class TablesCreated(ReplyBody, frozen=True, kw_only=True, tag="TABLES_CREATED"):
@@ -26,14 +40,17 @@ class TablesCreated(ReplyBody, frozen=True, kw_only=True, tag="TABLES_CREATED"):
     seq_lens: int
     region_bytes: int
     host_bytes: int
-    """Size of the separate memory of the host lengths."""
+    """Size of the separate memory of the host lengths, and on a device of the tables' mirror."""
+    adopted: bool = False
+    """Whether the daemon goes on with ``shown``; else all rows are empty, and the next update writes all tables."""
 
 
 class CreateTables(AnsweredBy[TablesCreated], frozen=True, kw_only=True, tag="CREATE_TABLES"):
     """Create the tables that captured graphs of this session read, for one pool, on the pool's device.
 
     Their width is in docs/architecture.md, "Formulas"; their addresses are fixed until DELETE_TABLES or the session's
-    end. Their memory is sent over the session socket before the reply.
+    end. On a device their memory is the engine's: its share goes over the session socket before this message. What the
+    daemon has made for them is sent there before the reply.
     """
 
     in_batch = False
@@ -53,15 +70,15 @@ class CreateTables(AnsweredBy[TablesCreated], frozen=True, kw_only=True, tag="CR
     window: Tokens | None = None
     """The pool's sliding window in tokens, for hybrid models: adds window tables."""
     window_component: ComponentName = "swa"
-    device_pid: ProcessId | None = None
-    """See ATTACH_POOL."""
+    shown: TablesShown | None = None
+    """The memory has tables of the daemon before, to go on with; None: it is zeros."""
 
 
 class TablesUpdated(ReplyBody, frozen=True, kw_only=True, tag="TABLES_UPDATED"):
     """UPDATE_TABLES's reply. Tables on the host are up to date.
 
-    On a device the copies may still be in progress: a replay waits for the tables' event. ``sequence`` is the sequence
-    number of the host lengths, ``replayed_rows`` the captured batch size.
+    On a device the copies may still be in progress: a replay waits until the tables' ``shown`` is ``sequence``, which
+    is also the number of the host lengths. ``replayed_rows`` is the captured batch size.
     """
 
     sequence: int
@@ -90,7 +107,9 @@ class UpdateTables(AnsweredBy[TablesUpdated], frozen=True, kw_only=True, tag="UP
     released: PageCount = 0
     bound: PageCount = 0
     after: DeviceEvent | None = None
-    """Device event of the end of the replay that still reads the tables."""
+    """On the host: the event of the end of the replay that still reads the tables."""
+    replayed: ReplayNumber | None = None
+    """On a device: the number that the engine's stream writes behind that replay."""
 
     def page_counts(self) -> tuple[int, ...]:
         """Return the length of the one frame."""

@@ -57,6 +57,8 @@ class Restore(AnsweredBy[OperationStarted], frozen=True, kw_only=True, tag="REST
     stopped midway, the contents of the listed pages are undefined.
     """
 
+    after_restart = "again"
+
     snapshot: Hex128
     pool: PoolName
     lists: FewLists = ()
@@ -155,9 +157,10 @@ class CancelOperation(AnsweredBy[OperationCancelled], frozen=True, kw_only=True,
 
 # -- the prefix cache: LOOKUP, LOAD, STORE, UNPIN; CACHE_LIST, CACHE_PIN, CACHE_EVICT for operators; CACHE_EVENTS.
 #
-# A cached block holds ``block_pages`` pages of one page space, under the 16-byte hash that the caller computes over all
-# tokens up to the block's end (see ``kvferry.clients.hashing``). Hashes travel as concatenated bytes; messages carry no
-# tokens.
+# A cached block holds ``block_pages`` pages of one group, under the 16-byte hash that the caller computes over all
+# tokens up to the block's end (see ``kvferry.clients.hashing``). A *group* is a page space, or one of several groups of
+# layers in it: what has a page list of its own. Blocks of several groups that end at one token have one hash. Hashes
+# travel as concatenated bytes; messages carry no tokens.
 
 
 HASH_BYTES = 16
@@ -175,9 +178,11 @@ LEASE_S = 300.0
 
 
 class Found(ReplyBody, frozen=True, kw_only=True, tag="FOUND"):
-    """LOOKUP's reply: the longest cached prefix in blocks, and how many of them have their fastest copy in each tier.
+    """LOOKUP's reply: how many blocks of the prompt are cached in every group, as far as it needs them.
 
-    ``lease`` is 0 if nothing was pinned; ``lease_blocks`` counts all blocks of the lease, including earlier ones.
+    ``host``, ``disk`` and ``remote`` count the blocks found, of all groups, by the tier of their fastest copy.
+    ``lease`` is 0 if nothing was pinned; ``lease_blocks`` are the prompt's blocks that the lease has, including earlier
+    ones.
     """
 
     blocks: int
@@ -188,8 +193,19 @@ class Found(ReplyBody, frozen=True, kw_only=True, tag="FOUND"):
     lease_blocks: int = 0
 
 
+class CacheGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A group of a LOOKUP: how many of its pages are under a hash, and which blocks a cached prefix needs of it."""
+
+    group: ComponentName = MAIN
+    block_pages: BlockPages = 1
+    last: Annotated[int, Meta(ge=1, le=MAX_HASHES)] | None = None
+    """So many before the prefix's end: as many as a window reaches into, 1 for a state. None: all."""
+
+
 class Lookup(AnsweredBy[Found], frozen=True, kw_only=True, tag="LOOKUP"):
     """Ask how many leading blocks of this list are cached, and pin them for this session's instance.
+
+    They end where each group has what it needs of them.
 
     Blocks of lower tiers are promoted to the host tier meanwhile. The pins form a lease, which ends with UNPIN, with
     the instance or with the daemon, or when it was not used for LEASE_S; each LOOKUP and LOAD with it is a use. Blocks
@@ -200,15 +216,15 @@ class Lookup(AnsweredBy[Found], frozen=True, kw_only=True, tag="LOOKUP"):
 
     pool: PoolName
     hashes: Hashes
-    space: ComponentName = MAIN
-    block_pages: BlockPages = 1
+    groups: Annotated[tuple[CacheGroup, ...], Meta(min_length=1, max_length=16)] = (CacheGroup(),)
     lease: LeaseNumber | None = None
-    """A lease of this instance to extend: the hashes continue after its last block."""
+    """A lease of this instance to extend: the hashes continue after its last block. All of its groups need all blocks.
+    """
     pin: bool = True
 
 
 class Load(AnsweredBy[OperationStarted], frozen=True, kw_only=True, tag="LOAD"):
-    """Copy blocks of a lease into pages of this instance, from block ``first_block`` on, ``block_pages`` pages each.
+    """Copy a group's blocks of a lease into pages of this instance, ``block_pages`` each.
 
     Answered by OPERATION_STARTED; TIER_DONE follows. If a block is evicted or damaged by then, the operation fails with
     CACHE_MISS; TIER_DONE gives how many blocks before it were loaded.
@@ -218,6 +234,8 @@ class Load(AnsweredBy[OperationStarted], frozen=True, kw_only=True, tag="LOAD"):
     pool: PoolName
     pages: PageCount
     first_block: Position = 0
+    """Of the prompt. Of a group that needs the last blocks alone, the lease has no earlier ones."""
+    group: ComponentName = MAIN
     after: DeviceEvent | None = None
     """Device event to wait for before the pages are written."""
     unpin: bool = False
@@ -229,7 +247,7 @@ class Load(AnsweredBy[OperationStarted], frozen=True, kw_only=True, tag="LOAD"):
 
 
 class Store(AnsweredBy[OperationStarted], frozen=True, kw_only=True, tag="STORE"):
-    """Store blocks of this instance's pages in the cache, except those that are cached already.
+    """Store a group's blocks of this instance's pages in the cache, except those that are cached already.
 
     Answered by OPERATION_STARTED; TIER_DONE follows, before which the pages must not be written. A block can be found
     once it is complete.
@@ -240,7 +258,7 @@ class Store(AnsweredBy[OperationStarted], frozen=True, kw_only=True, tag="STORE"
     pages: PageCount
     parent: ParentHash = b""
     """The hash of the block before the first one; empty if the first block begins the prompt."""
-    space: ComponentName = MAIN
+    group: ComponentName = MAIN
     block_pages: BlockPages = 1
     after: DeviceEvent | None = None
     """Device event to wait for before the pages are read."""
@@ -273,7 +291,7 @@ class CachedBlockStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
     hash: str
     layout_digest: str
-    space: str
+    group: str
     block_pages: int
     size_bytes: int
     tiers: tuple[str, ...]
@@ -311,9 +329,9 @@ class CachePinned(ReplyBody, frozen=True, kw_only=True, tag="CACHE_PINNED"):
 
 
 class CachePin(AnsweredBy[CachePinned], frozen=True, kw_only=True, tag="CACHE_PIN"):
-    """Pin blocks with these hashes against eviction, or unpin them.
+    """Pin the blocks of all groups with these hashes against eviction, or unpin them.
 
-    A hash names a block only within one identity: give either the pool or the identity, as for CACHE_EVICT.
+    A hash names blocks only within one identity: give either the pool or the identity, as for CACHE_EVICT.
     """
 
     after_restart = "again"
@@ -382,7 +400,7 @@ class CacheChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     kind: Literal["stored", "evicted"]
     tier: Tier
     layout_digest: str
-    space: str
+    group: str
     block_pages: int
     hashes: bytes
     parent: bytes = b""

@@ -20,6 +20,7 @@ MAX_CHUNKS = 4096
 """SENDs of one request from one pool."""
 MAX_POOLS = 1024
 Few = Annotated[int, Meta(ge=1, le=MAX_POOLS)]
+SourcePools = Annotated[tuple[PoolName, ...], Meta(max_length=MAX_POOLS)]
 PageLists = Annotated[tuple[PageList, ...], Meta(max_length=MAX_PAGE_LISTS)]
 Payload = Annotated[bytes, Meta(max_length=LARGEST_PAYLOAD_BYTES)]
 
@@ -51,7 +52,7 @@ class Accepted(ReplyBody, frozen=True, kw_only=True, tag="ACCEPTED"):
     covered_source_entries: int = 0
     """Entries that another source of the transfer has sent already, as a replica."""
     matched: int = 0
-    """How many of a SEND's ``destinations``, or of a RECEIVE's ``sources``, have come."""
+    """How many of the RECEIVEs of a SEND, or of a RECEIVE's ``sources``, have come."""
 
 
 class Receive(AnsweredBy[Accepted], frozen=True, kw_only=True, tag="RECEIVE"):
@@ -67,6 +68,12 @@ class Receive(AnsweredBy[Accepted], frozen=True, kw_only=True, tag="RECEIVE"):
     """No lists, or only empty ones: receive only the first token and payload. Source components without a list here
     are skipped."""
     sources: Few = 1
+    destinations: Few = 1
+    """How many RECEIVEs of the request each of the sending pools fills, this one among them: all of those say the same
+    number, so that a sender need not know how its receivers split the model."""
+    source_pools: SourcePools = ()
+    """The names of the ``sources`` pools, where others send the request's other parts; the first one's first token and
+    payload count. None: all pools that send the request, one of them with first token and payload."""
     source_daemons: Annotated[tuple[PeerAddress, ...], Meta(max_length=64)] = ()
     """The daemons of the sending pools; none: this daemon only. Its own address may be among them."""
     after: DeviceEvent | None = None
@@ -83,10 +90,11 @@ class Receive(AnsweredBy[Accepted], frozen=True, kw_only=True, tag="RECEIVE"):
 
 
 class Send(AnsweredBy[Accepted], frozen=True, kw_only=True, tag="SEND"):
-    """Send filled pages of this session to ``destinations`` receive requests of the request, waiting for late ones.
+    """Send filled pages of this session to all RECEIVEs of the request, as many as these say; late ones are waited for.
 
     A prompt may be sent in chunks during its prefill: each SEND but the last one has ``last=false`` and ends on a page
-    boundary, and the next one continues there. One SEND of a request carries ``first_token`` and ``payload``.
+    boundary, and the next one continues there. One SEND of a request carries ``first_token`` and ``payload``, or one of
+    each pool where RECEIVEs say of which one they take them.
     A SEND with no lists, ``last=false`` and no payload asks which receivers wait: ACCEPTED has their number, and
     MATCHED comes with each further one.
     A SEND may come before its pages are filled: then ``steps`` say after which events which layers are.
@@ -98,7 +106,6 @@ class Send(AnsweredBy[Accepted], frozen=True, kw_only=True, tag="SEND"):
     lists: PageLists = ()
     """No lists, or only empty ones: no page is sent."""
     last: bool = True
-    destinations: Few = 1
     first_token: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
     payload: Payload = b""
     """At most ``max_payload_bytes`` of its own pool and of each receiver's."""

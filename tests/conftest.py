@@ -177,13 +177,15 @@ def other(daemon: Daemon) -> Iterator[Client]:
 
 @pytest.fixture(autouse=True)
 def _tidy_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Give back what a test has left on the device, and fail it where its work was in no order."""
+    """Give back what a test has left on the device; fail it where its work was in no order, or would never end."""
     yield
     DEVICE.tidy()
     host = request.config.stash[simulated_host]
     if host is not None:
         races = host.new_races()
         assert not races, races
+        overdue = host.new_overdue()
+        assert not overdue, overdue
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

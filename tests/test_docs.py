@@ -14,6 +14,7 @@ import torch
 
 from kvferry.clients import AttachedPool, Client, MhaSpec, ModelIdentity, new_request_id, pages
 from kvferry.protocol import errors
+from kvferry.protocol.ids import HOST
 from tests import kit
 from tests.kit.devices import DEVICE
 from tests.kit.documents import Reader, blocks, page, unknown_codes
@@ -75,9 +76,12 @@ def test_host_memory_of_an_engines_own(reader: Reader) -> None:
     assert (pool.pool, pool.device, pool.registered_by is not None) == ("prefill", "host", True)
 
 
-def test_graph_tables(reader: Reader) -> None:
+def test_graph_tables(reader: Reader, device: str) -> None:
+    """The text is for the host, and says what a device needs instead."""
+    in_place = ("ring.record_event()", "tables.replayed()")
+    first, then = (TABLES, NEXT_STEP) if device == HOST else [one.replace(*in_place) for one in (TABLES, NEXT_STEP)]
     reader.run(ON_A_DEVICE.split("step = ")[0])
-    reader.run(TABLES)
+    reader.run(first)
     tables, ids = reader.names["tables"], reader.names["ids"]
     assert reader.names["block_tables"].shape == (8, 257)
     assert "`W = ceil(max(max_context_tokens + draft_tokens, request_row_tokens) / page_size)`" in TEXT
@@ -86,7 +90,7 @@ def test_graph_tables(reader: Reader) -> None:
     assert np.array_equal(reader.names["block_tables"].cpu().numpy(), expected)
     assert reader.names["seq_lens"].tolist() == [200, 100, 0, 0, 0, 0, 0, 0]
     assert reader.names["inputs"] == [{"actual_seq_lengths_kv": [200, 100, 0, 0]}]
-    reader.run(NEXT_STEP)
+    reader.run(then)
     expected[1, 1] = ids[3]
     assert np.array_equal(tables.block_tables.cpu().numpy(), expected)
     assert tables.host_lengths().lengths == [201, 129]

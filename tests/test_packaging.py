@@ -17,8 +17,8 @@ import pytest
 from tests.kit.installs import LAYERS, ROOT, build_sdist, build_wheel, copy_checkout, new_environment, run
 
 DATA_FILES: Final = (
-    "254.conf", "hosts.conf", "kvferry-failed@.target", "kvferry.toml", "kvferry@.service", "kvferry@.socket",
-    "npu.conf", "sysusers.d/kvferry.conf", "tmpfiles.d/kvferry.conf",
+    "254.conf", "hosts.conf", "kvferry-failed@.target", "kvferry-keeper@.service", "kvferry.toml", "kvferry@.service",
+    "kvferry@.socket", "npu.conf", "sysusers.d/kvferry.conf", "tmpfiles.d/kvferry.conf",
 )  # fmt: skip
 
 IMPORT_ALL: Final = """
@@ -51,6 +51,8 @@ print(json.dumps(said))
 """
 OF_ENGINES: Final = {
     "kvferry.clients.sglang.hicache",
+    "kvferry.clients.sglang.bootstrap",
+    "kvferry.clients.sglang.carried",
     "kvferry.clients.sglang.transfer",
     *(
         f"kvferry.clients.vllm.{name}"

@@ -90,7 +90,7 @@ def _list(client: Client, options: argparse.Namespace) -> int:
         for one in blocks:
             print(json_line(one))
     else:
-        head = ("hash", "tiers", "MiB", "pages", "space", "layout", "model", "parent", "pinned by")
+        head = ("hash", "tiers", "MiB", "pages", "group", "layout", "model", "parent", "pinned by")
         print("\n".join(table("cached blocks", head, [_block_row(one) for one in blocks])))
     return 0
 
@@ -166,7 +166,7 @@ def _block_row(one: CachedBlockStatus) -> Sequence[object]:
     parent = one.parent[:8] or "-"
     # Differently salted caches of one model share a label: only the identity differs.
     model = f"{one.model or '?'} ({one.identity})"
-    form = (one.block_pages, one.space, one.layout_digest[:8], model)
+    form = (one.block_pages, one.group, one.layout_digest[:8], model)
     return (one.hash, "+".join(one.tiers), size, *form, parent, pinned)
 
 

@@ -96,7 +96,7 @@ def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
         yield ""
         yield _others_line(report.others)
     if report.devices:
-        of_device = ("device", "GiB", "free GiB", "pools GiB", "copies directly from", "state")
+        of_device = ("device", "GiB", "free GiB", "pools GiB", "copies directly from", "pools kept by", "state")
         yield from table("devices", of_device, [_device_row(device) for device in report.devices])
     if report.tables:
         of_tables = ("tables", "session", "device", "rows", "columns", "updates", "state")
@@ -181,7 +181,8 @@ def _device_row(device: DeviceStatus) -> tuple[object, ...]:
     total, free = (
         f"{size / GIB:.1f}" if device.total_bytes else "?" for size in (device.total_bytes, device.free_bytes)
     )
-    return (device.device, total, free, f"{device.pool_bytes / GIB:.2f}", " ".join(device.reaches) or "-", device.state)
+    pools, reaches = f"{device.pool_bytes / GIB:.2f}", " ".join(device.reaches) or "-"
+    return (device.device, total, free, pools, reaches, device.keeper or "-", device.state)
 
 
 def _tier_row(tier: TierStatus) -> tuple[object, ...]:

@@ -32,13 +32,16 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
 
 DAEMON: Final = "daemon"
+KEEPER: Final = "keeper"
 PURPOSES: Final = {
     DAEMON: "run the daemon of this node",
+    KEEPER: "keep the NPU memory of this node's pools from one daemon to the next",
     "ping": "ask whether the daemon answers",
     "status": "show what the daemon holds and does",
     "probe": "send any messages, written as JSON, and print the replies and events",
     "layout": "print the manifest of a pool spec, or the memory a model's pool needs",
     "cache": "list, pin, evict and watch cached blocks and snapshots",
+    "upgrade": "let the daemon that is installed by now take the running one's place, without a stop",
     "verify": "check the daemon's books: pages, tiers and index against all that holds them",
     "plan": "print the copies of a transfer, without a daemon",
     "doctor": "check what this host has and lacks, with fixes",
@@ -50,6 +53,7 @@ MODULES: Final = {
     "probe": "kvferry.clients.cli.probing",
     "layout": "kvferry.clients.cli.layouts",
     "cache": "kvferry.clients.cli.cache",
+    "upgrade": "kvferry.clients.cli.upgrade",
     "verify": "kvferry.clients.cli.verify",
     "plan": "kvferry.clients.cli.planning",
     "doctor": "kvferry.clients.cli.doctor.command",
@@ -64,6 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = given[0] if given else ""
     if name == DAEMON:
         return _become_daemon(given[1:])
+    if name == KEEPER:
+        program = [sys.executable, "-P", "-m", "kvferry.daemon.process.keeper_command", *given[1:]]
+        os.execv(sys.executable, program)  # noqa: S606  ourselves, no shell
     if name not in MODULES:
         _front_parser().parse_args(given)  # --help, --version, or an error: each ends the process
         raise AssertionError(given)

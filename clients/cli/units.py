@@ -1,6 +1,6 @@
 """``kvferry systemd``: the units for this installation, where systemd looks for them.
 
-The package has them for a daemon in /usr/bin; one that pip installed is elsewhere, so ExecStart= is written anew.
+The package has them for a daemon in /usr/bin; one that pip installed is elsewhere, so its commands are written anew.
 Everything is a file that an operator can read, and nothing is started.
 """
 
@@ -25,6 +25,7 @@ PLACES: Final = {
     "kvferry@.service": UNITS,
     "kvferry@.socket": UNITS,
     "kvferry-failed@.target": UNITS,
+    "kvferry-keeper@.service": UNITS,
     "sysusers.d/kvferry.conf": "etc",
     "tmpfiles.d/kvferry.conf": "etc",
 }
@@ -115,6 +116,6 @@ def unit_files(folder: Path, command: str, version: int) -> Iterator[UnitFile]:
     """Yield what is to be installed, with paths below the root, for a version of systemd."""
     for name, place in PLACES.items():
         text = (folder / name).read_text()
-        yield UnitFile(Path(place, name), text.replace("ExecStart=/usr/bin/kvferry ", f"ExecStart={command} "))
+        yield UnitFile(Path(place, name), text.replace("=/usr/bin/kvferry ", f"={command} "))
     if version >= 254:  # noqa: PLR2004  as its name says
         yield UnitFile(Path(DROP_INS, SINCE_254), (folder / SINCE_254).read_text())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -161,6 +161,8 @@ class ClientCore:
         self._batches: dict[int, tuple[Outgoing, ...]] = {}
         self._sent: dict[int, Sent] = {}
         self._movers: dict[TierOperation, tuple[Offload | Restore | Store | Load, tuple[bytes, ...]]] = {}
+        self._restores: dict[TierOperation, Sent] = {}
+        """RESTOREs under way, as they were sent: the next daemon may be asked for them again."""
         self._early: dict[int, tuple[TierDone, tuple[PageIds, ...]]] = {}  # of operations whose batch has no reply yet
         self._early_of: dict[tuple[Direction, str, str], list[Matched | Finished | Settled]] = {}  # of several RECEIVEs
 
@@ -252,7 +254,10 @@ class ClientCore:
         if self.held is not None:
             gives = isinstance(body, Offload) and body.release
             self._movers[operation] = (body, tuple(ids) if gives else ())
-        return operation, self.request(body, ids, deadline_ms=deadline_ms, follows=operation)
+        outgoing = self.request(body, ids, deadline_ms=deadline_ms, follows=operation)
+        if isinstance(body, Restore) and body.after is None:  # a device's event would have ended with the daemon
+            self._restores[operation] = Sent(outgoing, 0.0, waits=True)
+        return operation, outgoing
 
     def asked_by(self, operation: TierOperation) -> tuple[int, int]:
         """Return by which message an operation without an answer was asked for, and which of a batch it is, or 0.
@@ -320,6 +325,10 @@ class ClientCore:
             connected: whether it is sent now; else ``waiting`` returns it.
         """
         self._sent[outgoing.message_id] = Sent(outgoing, at_s, not connected)
+        for part in self._parts_of(outgoing) if self._restores else ():
+            operation = self._pending.get(part.message_id)
+            if isinstance(operation, TierOperation) and operation in self._restores:
+                self._restores[operation] = Sent(part, at_s, waits=True)
 
     def waiting(self, at_s: float, default_ms: int) -> tuple[Outgoing, ...]:
         """Return what is to be sent now that there is a connection, in its order, with the time that each has left.
@@ -352,8 +361,9 @@ class ClientCore:
     def restarted(self, boot_id: BootId, secret: bytes) -> Ended:
         """Go on with another daemon, which has adopted the session: what was under way in the old one has ended.
 
-        What no daemon has seen yet is for the new one, as is what does no harm a second time; other requests fail with
-        STALE_BOOT. A batch goes on as the single requests that are left of it.
+        What no daemon has seen yet is for the new one, as is what does no harm a second time, also a RESTORE that the
+        old one had accepted; other requests fail with STALE_BOOT. A batch goes on as the single requests that are left
+        of it.
         """
         what = f"the daemon was restarted: {self.boot_id[:8]} is {boot_id[:8]} now"
         self.boot_id, self._secret, self._seen_cursor = boot_id, secret, 0
@@ -374,7 +384,10 @@ class ClientCore:
             for body in (*(one.outgoing.body for one in messages), *moves):
                 if isinstance(body, Allocate | Restore):
                     self.held.asked(body.pool)
-        under_way = self._under_way([one.outgoing.message_id for one in messages if one.cuts or not one.waits])
+        again = self._restores.keys() - self._cancelled_by(messages)
+        self._ask_again(again)
+        seen = [one.outgoing.message_id for one in messages if one.cuts or not one.waits]
+        under_way = {one: None for one in self._under_way(seen) if one not in again}
         news: list[News] = [self._ended(one, what) for one in under_way]
         frees: list[Outgoing] = []
         for one in messages:
@@ -394,6 +407,26 @@ class ClientCore:
         transfers = tuple(one for one in under_way if isinstance(one, Transfer))
         operations = tuple(one for one in under_way if isinstance(one, TierOperation))
         return Ended(tuple(news), transfers, operations, tuple(frees))
+
+    def _cancelled_by(self, messages: Sequence[Sent]) -> set[object]:
+        """Return the operations that these messages are to cancel."""
+        bodies = [one.outgoing.body for one in messages]
+        cancels = [one for one in bodies if isinstance(one, CancelOperation)]
+        return {
+            self._pending.get(one.request) if one.operation is None else self._operations.get(one.operation)
+            for one in cancels
+        }
+
+    def _ask_again(self, restores: Collection[TierOperation]) -> None:
+        """Ask for those RESTOREs anew, before anything else, that the daemon before had accepted."""
+        for operation in [one for one in self._operations.values() if one in restores]:
+            del self._operations[operation.number or 0]
+            operation.number = None
+            sent = self._restores[operation]
+            number = next(self._ids)
+            self._pending[number] = operation
+            sent = replace(sent, outgoing=replace(sent.outgoing, message_id=number))
+            self._restores[operation] = self._sent[number] = sent
 
     def resolve(self, request: Outgoing, result: ReplyBody | KvferryError) -> tuple[News, ...]:
         """Answer a request whose reply was lost in a restart, by what is known of it now."""
@@ -429,6 +462,7 @@ class ClientCore:
         if isinstance(one, TierOperation):
             self._operations.pop(one.number or 0, None)
             self._movers.pop(one, None)
+            self._restores.pop(one, None)
             one.end(TierDone(operation=one.number or 0, kind=one.kind, error=error.info()), ())
             return one
         direction, request_id, pool = one.key
@@ -489,6 +523,7 @@ class ClientCore:
         if error is not None:
             operation.refused = error
             self._movers.pop(operation, None)
+            self._restores.pop(operation, None)
         elif isinstance(body, _STARTED):
             operation.number = body.operation
             self._operations[operation.number] = operation
@@ -502,6 +537,7 @@ class ClientCore:
 
     def _operation_ended(self, operation: TierOperation, done: TierDone, ids: tuple[PageIds, ...]) -> None:
         operation.end(done, ids)
+        self._restores.pop(operation, None)
         request = self._movers.pop(operation, None)
         if self.held is None or request is None:
             return

@@ -1,4 +1,4 @@
-"""Block tables of decode's captured graphs on an NPU: the daemon writes them, where it has the pool's memory.
+"""Block tables of decode's captured graphs on an NPU: the daemon writes them.
 
 SGLang gathers them on the device before each replay, from its map of all requests' tokens. Most of these steps change
 nothing: a row gets a page every ``page_size`` tokens. Here the scheduler says what changes as it prepares a step, in
@@ -7,6 +7,9 @@ step of which the daemon was not told, or which it refuses, is SGLang's own, in 
 
 Which page a row gets is known on the host: SGLang's allocator takes pages from the front of a list. The device is asked
 for the rows of requests that are new, and for that list where it is another one.
+
+Layers of a sliding window have a table of their own, of the same rows and columns, whose pages SGLang allocates beside
+the others. Both change in one message.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from kvferry.clients.engine_pool import EnginePool
 from kvferry.clients.sglang import pools
 from kvferry.clients.submitting import PendingReply
 from kvferry.pools.devices.vendor import on_stream
+from kvferry.protocol.errors import DaemonLostError, WindowMismatchError
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.table_messages import TablesUpdated
 
@@ -64,6 +68,13 @@ class Rows:
         """Show how many rows are in use."""
         return f"<Rows {len(self._requests)}>"
 
+    def within(self, lengths: Int64s, window: int) -> Int64s:
+        """Return the pages of all rows that hold one of the last ``window`` tokens."""
+        columns = np.arange(self._pages.shape[1])
+        first = np.maximum(lengths - window, 0) // self.page_size
+        shown: Int64s = self._pages[(columns >= first[:, None]) & (columns < self.counts[:, None])]
+        return shown
+
     def forget(self) -> None:
         """Take it that no row is known."""
         self._seat([])
@@ -80,14 +91,15 @@ class Rows:
         Args:
             requests: that of each row, the same object in each step.
             lengths: tokens of each row, the step's own included: (rows,).
-            taken: return so many pages that the step has got, in the order of the rows that begin one.
+            taken: return so many pages that the step has got, in the order of the rows that begin one; fewer where
+                that is not known.
             read: return the pages of whole rows.
         """
         rows = len(self._requests)
         moved = self._seat(requests) if list(requests) != self._requests else NONE
         begin = np.flatnonzero(lengths % self.page_size == 1)
-        if len(begin):
-            self._pages[begin, self.counts[begin]] = taken(len(begin))
+        if len(begin) and len(new := taken(len(begin))) == len(begin):
+            self._pages[begin, self.counts[begin]] = new
             self.counts[begin] += 1
         needed = -(-lengths // self.page_size)
         unknown = np.flatnonzero(self.counts != needed)
@@ -123,7 +135,10 @@ class FreePages:
         self._pages: Int64s = np.empty(0, np.int64)
 
     def taken(self, free_pages: torch.Tensor, count: int) -> Int64s:
-        """Return the pages before what is left of a list; it is copied where it is not the one seen last."""
+        """Return the pages before what is left of a list, fewer where it is a new one since they were taken.
+
+        A list that is not the one seen last is copied.
+        """
         storage = free_pages.untyped_storage()
         if self._list is None or self._list.untyped_storage().data_ptr() != storage.data_ptr():
             self._list = free_pages.as_strided((storage.nbytes() // free_pages.itemsize,), (1,), 0)
@@ -132,19 +147,72 @@ class FreePages:
         return self._pages[end - count : end]
 
 
+class WindowPages:
+    """Which window page each page has, and which of them the daemon has been told: those that a window shows.
+
+    Attributes:
+        window: in tokens.
+        known: the window page of each page that a row has got: (pages,), 0 for none.
+        told: what the daemon knows: (pages,), 0 for none.
+    """
+
+    def __init__(self, window: int, pages: int) -> None:
+        self.window = window
+        self.known: Int64s = np.zeros(pages, np.int64)
+        self.told = np.zeros_like(self.known)
+        self._next = self.told
+
+    def __repr__(self) -> str:
+        """Show how many the daemon knows."""
+        return f"<WindowPages {np.count_nonzero(self.told)}>"
+
+    def change(self, shown: Int64s) -> dict[str, Any]:
+        """Return what an update says of them, where these pages are within a window then."""
+        self._next = np.zeros_like(self.told)
+        self._next[shown] = self.known[shown]
+        differs = self._next != self.told
+        bound = np.flatnonzero(differs & (self._next > 0))
+        return {"released": np.flatnonzero(differs & (self.told > 0)), "bound": (bound, self._next[bound])}
+
+    def confirm(self) -> None:
+        """Note that the daemon has taken the last change."""
+        self.told = self._next
+
+
 # -- the tables, and SGLang's back end over them
 
 
 class DecodeTables:
-    """The daemon's block tables of this process's pool."""
+    """The daemon's block tables of this process's pool.
 
-    def __init__(self, pool: EnginePool, max_batch: int, max_context_tokens: int, row_tokens: int) -> None:
+    Attributes:
+        pool: whose pages they name.
+    """
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        max_batch: int,
+        max_context_tokens: int,
+        row_tokens: int,
+        *,
+        window: int | None = None,
+        draft_tokens: int = 0,
+    ) -> None:
         """Have the daemon make them.
+
+        Args:
+            pool: whose pages they name.
+            max_batch: rows.
+            max_context_tokens: the longest request.
+            row_tokens: the width of SGLang's map of tokens.
+            window: the sliding one's tokens, of a pool that has one.
+            draft_tokens: the most that are verified beyond a request's own.
 
         Raises:
             KvferryError: it refuses.
         """
-        self._pool = pool
+        self.pool = pool
         self._max_batch = max_batch
         with pool.engine.client() as client:
             self._tables: Tables = client.create_tables(
@@ -153,10 +221,13 @@ class DecodeTables:
                 max_batch=max_batch,
                 max_context_tokens=max_context_tokens,
                 request_row_tokens=row_tokens,
+                draft_tokens=draft_tokens,
+                window=window,
                 deadline_s=DEADLINE_S,
             )
-        self._rows = Rows(pool.spec.page_size, self._tables.columns)
-        self._free = FreePages()
+        self._rows = Rows(pool.page_size, self._tables.columns)
+        self._free, self._free_window = FreePages(), FreePages()
+        self._windows = None if window is None else WindowPages(window, pool.pages)
         self._pending: PendingReply[TablesUpdated] | None = None
         self._is_ready = False
         """Whether a step was prepared, of which nothing has gone wrong."""
@@ -176,66 +247,93 @@ class DecodeTables:
         """Return them: (max_batch, columns) int32 on the pool's device."""
         return self._tables.block_tables
 
+    @property
+    def window_tensor(self) -> torch.Tensor | None:
+        """Return the same of the window's pages, of a pool that has one."""
+        return self._tables.block_tables_swa
+
     def prepare(self, batch: Any) -> None:  # noqa: ANN401  SGLang's object
         """Tell the daemon what a decode step changes, behind the replay before it."""
         lengths = batch.seq_lens_cpu
         if lengths is None or not len(batch.reqs) == len(lengths) <= self._max_batch:  # beams; a batch without a graph
+            self._rows.forget()  # what its requests get is not seen
             return
         try:
+            if self.pool.engine.is_away:
+                raise DaemonLostError("the daemon is away")
             self._settle()
             if self._is_mixed:
                 self._begin_anew()
             change = self._rows.follow(
                 batch.reqs,
                 lengths.numpy(),
-                lambda count: self._free.taken(batch.token_to_kv_pool_allocator.free_pages, count),
+                lambda count: self._taken(batch.token_to_kv_pool_allocator, count),
                 lambda rows: self._read(batch, rows),
             )
             if change is not None:
-                after = self._pool.event()
-                with self._pool.engine.step() as step:
-                    lengths = self._rows.counts * self._rows.page_size  # the model's own are told to the graph
+                more: dict[str, Any] = change._asdict()
+                if self._windows is not None:
+                    more |= self._windows.change(self._rows.within(lengths.numpy(), self._windows.window))
+                after = self._tables.replayed(self.pool.compute_stream)
+                with self.pool.engine.step() as step:
                     self._pending = step.update_tables(
-                        self._tables, lengths, **change._asdict(), after=after, deadline_s=DEADLINE_S
+                        self._tables, lengths.numpy(), **more, after=after, deadline_s=DEADLINE_S
                     )
-                self._pool.engine.flush()
+                self.pool.engine.flush()
             self._is_ready = True
         except KvferryError as error:
             self._refused(error)
 
-    def shown(self) -> bool:
-        """Return whether the current stream will find what was prepared; else SGLang has to write the tables."""
+    def shown(self, *, is_decode: bool) -> bool:
+        """Return whether the current stream will find what was prepared; else SGLang has to write the tables.
+
+        Nothing is prepared for steps that do more than decode: those that verify draft tokens, say.
+        """
         if self._is_ready:
             try:
                 self._settle()
             except KvferryError as error:
                 self._refused(error)
-        ready, self._is_ready = self._is_ready, False
-        if ready and self._is_new:
-            self._tables.order(self._pool.compute_stream)
+        ready, self._is_ready = self._is_ready and is_decode, False
+        if self._is_new or not ready:  # what was refused may be under way, also where the daemon is no more
+            self._tables.order(self.pool.compute_stream)
             self._is_new = False
         if ready:
             self._logged = ""
-        self._is_mixed |= not ready
+        if not ready:
+            self._is_mixed = self._tables.overwritten = True
         return ready
 
     def _begin_anew(self) -> None:
         """Have the tables, and what the daemon knows of them, be all zeros."""
         self._rows.forget()
-        with on_stream(torch, self._pool.compute_stream or torch.accelerator.current_stream()):
+        with on_stream(torch, self.pool.compute_stream or torch.accelerator.current_stream()):
             self.tensor.zero_()
-        after = self._pool.event()
-        with self._pool.engine.client() as client:
-            client.wait(client.update_tables(self._tables, [], after=after, deadline_s=DEADLINE_S))
-        self._is_mixed = False
+            if self.window_tensor is not None:
+                self.window_tensor.zero_()
+        more = {} if self._windows is None else self._windows.change(NONE)
+        try:
+            self._empty(more)
+        except WindowMismatchError:  # another daemon, which knows of no window page
+            self._empty({})
+        if self._windows is not None:
+            self._windows.confirm()
+        self._is_mixed = self._tables.overwritten = False
+
+    def _empty(self, more: dict[str, Any]) -> None:
+        after = self._tables.replayed(self.pool.compute_stream)
+        with self.pool.engine.client() as client:
+            client.wait(client.update_tables(self._tables, [], **more, after=after, deadline_s=DEADLINE_S))
 
     def _settle(self) -> None:
         """Take the daemon's answer to the last update: it has queued its copies, or refuses."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            with self._pool.engine.client() as client:
+            with self.pool.engine.client() as client:
                 client.wait(pending)
             self._is_new = True
+            if self._windows is not None:
+                self._windows.confirm()
 
     def _refused(self, error: KvferryError) -> None:
         self._is_ready, self._is_mixed = False, True
@@ -243,13 +341,28 @@ class DecodeTables:
             logger.warning("kvferry: SGLang writes the graph tables by itself: %s", error)
             self._logged = error.code
 
+    def _taken(self, allocator: Any, count: int) -> Int64s:  # noqa: ANN401  SGLang's object
+        """Return so many pages that a step has got, fewer where they or their window pages are not known."""
+        if self._windows is None:
+            return self._free.taken(allocator.free_pages, count)
+        pages = self._free.taken(allocator.full_attn_allocator.free_pages, count)
+        in_window = self._free_window.taken(allocator.swa_attn_allocator.free_pages, count)
+        if not len(pages) == len(in_window) == count:
+            return NONE
+        self._windows.known[pages] = in_window
+        return pages
+
     def _read(self, batch: Any, rows: Int64s) -> list[Int64s]:  # noqa: ANN401  SGLang's object
         """Return the pages of these rows, of which nothing was known, from SGLang's map of tokens on the device."""
         size = self._rows.page_size
         counts = -(-batch.seq_lens_cpu.numpy()[rows] // size)
         requests = batch.req_pool_indices[torch.from_numpy(rows).to(batch.device)]
-        slots = batch.req_to_token_pool.req_to_token[requests, : int(counts.max()) * size : size].cpu().numpy()
-        return [row[:count].astype(np.int64) // size for row, count in zip(slots, counts.tolist(), strict=True)]
+        slots = batch.req_to_token_pool.req_to_token[requests, : int(counts.max()) * size : size]
+        pages = slots.cpu().numpy().astype(np.int64) // size
+        if self._windows is not None:
+            mapping = batch.token_to_kv_pool_allocator.full_to_swa_index_mapping
+            self._windows.known[pages] = mapping[slots].cpu().numpy() // size
+        return [row[:count] for row, count in zip(pages, counts.tolist(), strict=True)]
 
 
 _current: DecodeTables | None = None
@@ -262,21 +375,24 @@ def note_step(_: object, batch: Any) -> None:  # noqa: ANN401  SGLang's object
 
 
 def ascend_backend(runner: Any) -> Any:  # noqa: ANN401  SGLang's classes
-    """Return SGLang's attention back end for NPUs, whose tables are the daemon's where this process's pool is.
+    """Return SGLang's attention back end for NPUs; the daemon writes the model's tables where it has its pool.
 
-    A pool that the engine has registered outlives the daemon, and so must the tables.
+    Those of a draft model are SGLang's own: how far that has come is known on the device only.
     """
     from sglang.srt.hardware_backend.npu.attention.ascend_backend import AscendAttnBackend  # noqa: PLC0415  NPUs only
 
     pool = pools.current()
-    if pool is None or pool.device == HOST or pool.memory != "daemon":
+    if pool is None or pool.device == HOST or runner.is_draft_worker:
         return AscendAttnBackend(runner)
     return _over_tables(AscendAttnBackend, pool)(runner)
 
 
 def _over_tables(theirs: Any, pool: EnginePool) -> Any:  # noqa: ANN401  SGLang's classes
     class KvferryAscendBackend(theirs):
-        """SGLang's own in all but what writes the block tables of a decode step."""
+        """SGLang's own in all but what writes the block tables of a decode step.
+
+        With two-batch overlap SGLang has several: the first is the whole batch's, and the others write their own.
+        """
 
         _tables: DecodeTables | None = None
 
@@ -284,9 +400,23 @@ def _over_tables(theirs: Any, pool: EnginePool) -> Any:  # noqa: ANN401  SGLang'
             """Make what captured graphs read."""
             global _current  # noqa: PLW0603  as SGLang's own pool, one a process
             super().init_cuda_graph_state(max_bs, max_num_tokens)
-            if self._tables is None:
-                self._tables = _current = DecodeTables(pool, max_bs, self.max_context_len, self.req_to_token.shape[1])
-            self.graph_metadata["block_tables"] = self._tables.tensor
+            if _current is None or _current.pool is not pool:
+                row_tokens = self.req_to_token.shape[1]
+                try:
+                    self._tables = _current = DecodeTables(
+                        pool,
+                        max_bs,
+                        self.max_context_len,
+                        row_tokens,
+                        window=_window_of(self),
+                        draft_tokens=self.speculative_num_draft_tokens or 0,
+                    )
+                except KvferryError as error:  # memory that torch cannot share, say: expandable segments
+                    logger.warning("kvferry: SGLang writes the graph tables by itself: %s", error)
+            if self._tables is not None:
+                self.graph_metadata["block_tables"] = self._tables.tensor
+                if self._tables.window_tensor is not None:
+                    _use_window_table(self, self._tables.window_tensor)
 
         def _apply_cuda_graph_metadata(
             self,
@@ -295,17 +425,45 @@ def _over_tables(theirs: Any, pool: EnginePool) -> Any:  # noqa: ANN401  SGLang'
             seq_lens: torch.Tensor,
             seq_lens_cpu: torch.Tensor | None,
             forward_mode: Any,  # noqa: ANN401  SGLang's
+            spec_info: Any,  # noqa: ANN401  SGLang's
+            out_cache_loc: torch.Tensor | None = None,
             *rest: Any,  # noqa: ANN401
             **more: Any,  # noqa: ANN401
         ) -> None:
-            assert self._tables is not None
-            if not self._tables.shown() or not forward_mode.is_decode():
+            is_decode = forward_mode.is_decode() and spec_info is None
+            if self._tables is None or not self._tables.shown(is_decode=is_decode):
                 super()._apply_cuda_graph_metadata(
-                    bs, req_pool_indices, seq_lens, seq_lens_cpu, forward_mode, *rest, **more
+                    bs, req_pool_indices, seq_lens, seq_lens_cpu, forward_mode, spec_info, out_cache_loc, *rest, **more
                 )
                 return
             self.forward_metadata = self.graph_metadata[bs]
+            if self._tables.window_tensor is not None:
+                _show_window(self, seq_lens[:bs], out_cache_loc)
             self.forward_metadata.seq_lens[:bs].copy_(seq_lens[:bs])
             self.graph_mode = True
 
     return KvferryAscendBackend
+
+
+def _window_of(backend: Any) -> int | None:  # noqa: ANN401  SGLang's object
+    return backend.sliding_window_size if backend.use_sliding_window_kv_pool else None
+
+
+def _use_window_table(backend: Any, table: torch.Tensor) -> None:  # noqa: ANN401  SGLang's object
+    """Have captured graphs read the window's table, with a mask as wide as that."""
+    made, theirs = backend.graph_metadata, backend.graph_metadata["swa_mask"]
+    tokens = max(theirs.shape[-1], table.shape[1] * backend.page_size)
+    made["block_tables_swa"] = table
+    made["swa_mask"] = theirs.new_ones((*theirs.shape[:-1], tokens))
+    made["swa_indices"] = torch.arange(tokens, dtype=torch.int32, device=table.device)
+
+
+def _show_window(backend: Any, lengths: torch.Tensor, slots: torch.Tensor | None) -> None:  # noqa: ANN401  SGLang's object
+    """Write what else a replay reads of windows: which tokens each row sees, and where its new one goes."""
+    if slots is not None:
+        own = backend.cuda_graph_swa_out_cache_loc
+        own[: len(slots)].copy_(backend.token_to_kv_pool.translate_loc_from_full_to_swa(slots))
+        own[len(slots) :].zero_()
+    tokens, end = backend.graph_metadata["swa_indices"], lengths.int()[:, None]
+    hidden = (tokens >= end) | (tokens < end - backend.sliding_window_size)
+    backend.forward_metadata.swa_mask[:, 0].copy_(hidden)

@@ -1,4 +1,4 @@
-"""SGLang's HiCache: its host pool (L2) in a kvferry pool, and the daemon's prefix cache as its storage (L3).
+"""SGLang's HiCache: its host pools (L2) in kvferry pools, and the daemon's prefix cache as its storage (L3).
 
 SGLang copies between its device pool and the host pool by itself. From there to the daemon's tiers and back it is STORE
 and LOAD of the host pool's pages: no byte goes through Python. SGLang calls the storage from several threads, which it
@@ -21,7 +21,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, PoolName
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
 from sglang.srt.mem_cache.pool_host.common import (
     ALLOC_MEMORY_FUNCS,
     HostTensorAllocator,
@@ -31,7 +38,7 @@ from sglang.srt.mem_cache.pool_host.common import (
 from sglang.srt.mem_cache.pool_host.npu_memfabric import memfabric_host_memory_enabled
 from sglang.srt.utils import get_bool_env_var
 
-from kvferry.clients import Client, MhaSpec, MlaSpec, ModelIdentity
+from kvferry.clients import CacheGroup, Client, MhaSpec, MlaSpec, ModelIdentity
 from kvferry.clients.engine import Engine, end_of
 from kvferry.clients.engine_pool import EnginePool
 from kvferry.clients.model_weights import weights_revision
@@ -71,6 +78,9 @@ LOOKUP_S: Final = 2.0
 
 LIST_BLOCKS: Final = 32768
 """In one message."""
+
+WINDOWS: Final = "swa"
+"""SGLang's name of the host pool of window layers, beside that of full attention."""
 
 SHA256_DIGITS: Final = 64
 COMPUTED_WITH: Final = (
@@ -203,7 +213,7 @@ class HostAllocator(HostTensorAllocator):
         """Make the daemon's pool; return the memory of each array that SGLang asks for."""
         spec = _spec(self._host_pool)
         told = settings()
-        name = f"{pool_name(told.pool)}-hicache"
+        name = f"{pool_name(told.pool)}-hicache{f'-{WINDOWS}' if self._host_pool.pool_label == WINDOWS else ''}"
         pool = EnginePool(Engine(name, told.runtime_dir), name, spec, _identity(self._host_pool), told.memory)
         memory = pool.whole()
         self.host = HostPool(pool, spec.page_size, memory.data_ptr())
@@ -233,8 +243,10 @@ def _spec(host_pool: Any) -> MhaSpec | MlaSpec:  # noqa: ANN401
         InvalidFieldError: it is not carried yet; says what of it.
     """
     kind, label = host_pool.__class__.__name__, host_pool.pool_label
-    if label != "kv" or kind not in {"MHATokenToKVPoolHost", "MLATokenToKVPoolHost"}:
-        raise _refusal(f"the {label!r} host pool {kind} (hybrid and draft models, indexers)")
+    where = host_pool._transfer_device.type  # noqa: SLF001  nothing else of SGLang says it
+    labels = {"kv"} if where == "npu" else {"kv", "full", WINDOWS}
+    if label not in {"MHATokenToKVPoolHost": labels, "MLATokenToKVPoolHost": {"kv"}}.get(kind, ()):
+        raise _refusal(f"the {label!r} host pool {kind} on {where} (states, draft models, indexers)")
     is_split = host_pool.layout == SPLIT
     if host_pool.layout not in VIEWS and not is_split:
         raise _refusal(f"the layout {host_pool.layout}: give --hicache-mem-layout {' or '.join(VIEWS)}")
@@ -243,7 +255,6 @@ def _spec(host_pool: Any) -> MhaSpec | MlaSpec:  # noqa: ANN401
         raise _refusal(f"{drafts} draft layers in the host pool" if drafts else "packed latents (DSA, NSA)")
     if host_pool.dcp_size > 1 or getattr(host_pool, "_layer_shard_enabled", False):
         raise _refusal("context parallelism of decode, or layers split over ranks")
-    where = host_pool._transfer_device.type  # noqa: SLF001  nothing else of SGLang says it
     if ALLOC_MEMORY_FUNCS[where] not in {alloc_with_host_register, allocate_beside_npu}:
         raise _refusal(f"the host pool of a device of kind {where}, which allocates for itself")
     if host_pool.page_num < 2:  # noqa: PLR2004  one is the padding page
@@ -283,6 +294,8 @@ def _identity(host_pool: Any) -> ModelIdentity:  # noqa: ANN401
             told[name] = weights_revision(str(path), None, None)
     if host_pool.layout == SPLIT and get_bool_env_var("SGLANG_USE_FIA_NZ"):  # as its device pool reads it
         told["order"] = "nz"
+    if host_pool.pool_label == WINDOWS:  # whose layers may look like those of full attention
+        told["layers"] = WINDOWS
     settings_digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
     return msgspec.structs.replace(model_identity(), revision=f"{identity.weights.begin()}-{settings_digest}")
 
@@ -323,14 +336,13 @@ class KvferryHiCacheStorage(HiCacheStorage):
         if storage_config.should_split_heads:
             raise _refusal("heads split for another tensor parallelism (tp_lcm_size)")
         self._measures = bool(storage_config.enable_storage_metrics)
-        self._host: HostPool | None = None
-        self._sessions: Sessions | None = None
+        self._hosts: dict[str, tuple[HostPool, Sessions]] = {}
         self._failures: set[tuple[str, str]] = set()
         self._measured: dict[str, list[tuple[int, float]]] = {"prefetch": [], "backup": []}
 
     def __repr__(self) -> str:
         """Show the pool."""
-        return f"<KvferryHiCacheStorage {self._host and self._host.pool.name!r}>"
+        return f"<KvferryHiCacheStorage {', '.join(host.pool.name for host, _ in self._hosts.values())}>"
 
     # -- SGLang's beginning and end
 
@@ -340,23 +352,28 @@ class KvferryHiCacheStorage(HiCacheStorage):
         Raises:
             InvalidFieldError: its memory is not the daemon's.
         """
-        found, buffer = getattr(mem_pool_host, "allocator", None), getattr(mem_pool_host, "kv_buffer", None)
+        self._take(PoolName.KV, mem_pool_host)
+        super().register_mem_pool_host(mem_pool_host)
+
+    def _take(self, name: str, host_pool: Any) -> None:  # noqa: ANN401
+        found, buffer = getattr(host_pool, "allocator", None), getattr(host_pool, "kv_buffer", None)
         host = found.host if isinstance(found, HostAllocator) else None
         if host is None or buffer is None or buffer.data_ptr() != host.address:
             raise InvalidFieldError(
                 "the host pool is not in the daemon's memory: the storage must be chosen when the server starts",
                 field="hicache_storage_backend",
             )
-        super().register_mem_pool_host(mem_pool_host)
-        self._host, self._sessions = host, Sessions(host.pool.engine)
+        self._hosts[str(name)] = host, Sessions(host.pool.engine)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:  # noqa: ANN401
-        """Take a pool by name: the KV's, which it has already.
+        """Take a pool by name: the KV's, which it has already, or that of window layers beside it.
 
         Raises:
-            InvalidFieldError: it is a pool beside it, which is not carried yet.
+            InvalidFieldError: it is another pool, which is not carried yet, or its memory is not the daemon's.
         """
-        if host_pool_name != PoolName.KV:
+        if host_pool_name == PoolName.SWA:
+            self._take(PoolName.SWA, host_pool)
+        elif host_pool_name != PoolName.KV:
             raise _refusal(f"the {str(host_pool_name)!r} host pool {type(host_pool).__name__}")
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
@@ -366,14 +383,14 @@ class KvferryHiCacheStorage(HiCacheStorage):
         Raises:
             KvferryError: it has no host tier, or does not answer: the server had better not start.
         """
-        host, sessions = self._registered()
+        host, sessions = self._registered(PoolName.KV)
         with sessions.client() as client:
             client.lookup(host.pool.name, [bytes(HASH_BYTES)], pin=False)
 
     def close(self) -> None:
-        """End the threads' sessions. The host pool stays SGLang's, and this process's."""
-        if self._sessions is not None:
-            self._sessions.close()
+        """End the threads' sessions. The host pools stay SGLang's, and this process's."""
+        for _, sessions in self._hosts.values():
+            sessions.close()
 
     # -- what its threads call
 
@@ -392,6 +409,32 @@ class KvferryHiCacheStorage(HiCacheStorage):
 
         return self._try("lookup", ask, 0)
 
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
+        extra_info: object = None,
+    ) -> PoolTransferResult:
+        """Return how many leading keys are stored in all pools, of windows the last ones that each transfer names.
+
+        Of the lengths that can be restored it tells the longest alone: ranks that differ find nothing.
+        """
+        length = self.batch_exists(keys, extra_info)
+        hits = {PoolName.KV: length} if length else {}
+        for transfer in pool_transfers or ():
+            trails = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
+            need = CacheGroup(last=max(1, len(transfer.keys or ())) if trails else None)
+
+            def ask(client: Client, host: HostPool, need: CacheGroup = need, end: int = length) -> tuple[int, None]:
+                names = self._names(keys[:end])
+                found = client.lookup(host.pool.name, names, groups=[need], pin=False, deadline_s=LOOKUP_S)
+                return found.blocks, None
+
+            length = self._try("lookup", ask, 0, transfer.name) if length else 0
+            if length:
+                hits[transfer.name] = length
+        return PoolTransferResult(length, hits, [length] if length else [])
+
     def exists(self, key: str) -> bool:
         """Return whether a key is stored."""
         return self.batch_exists([key]) == 1
@@ -403,7 +446,17 @@ class KvferryHiCacheStorage(HiCacheStorage):
         extra_info: object = None,  # noqa: ARG002
     ) -> list[bool]:
         """Load pages of the host pool, up to the first that is not stored; return which are loaded."""
+        return self._load(PoolName.KV, keys, host_indices)
 
+    def batch_get_v2(
+        self,
+        transfers: Sequence[PoolTransfer],
+        extra_info: object = None,  # noqa: ARG002
+    ) -> dict[str, list[bool]]:
+        """Load pages of the pools that are named, as ``batch_get_v1`` does."""
+        return {one.name: self._load(one.name, one.keys or [], one.host_indices) for one in transfers}
+
+    def _load(self, name: str, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
         def load(client: Client, host: HostPool) -> tuple[int, KvferryError | None]:
             ids = _pages(keys, host_indices, host.page_size)
             found = client.lookup(host.pool.name, self._names(keys), deadline_s=LOOKUP_S)
@@ -415,25 +468,35 @@ class KvferryHiCacheStorage(HiCacheStorage):
             if operation.refused is not None:  # it has not ended its lease
                 client.unpin(found.lease)
             loaded = operation.done.loaded if operation.done else 0
-            self._moved("prefetch", loaded, began)
+            self._moved("prefetch", host, loaded, began)
             return loaded, error
 
-        loaded = self._try("load", load, 0)
+        loaded = self._try("load", load, 0, name) if keys else 0
         return [number < loaded for number in range(len(keys))]
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:  # noqa: ANN401
         """Store pages of the host pool, those that are not stored yet; return for each whether it is."""
+        return self._store(PoolName.KV, keys, host_indices, extra_info)
 
+    def batch_set_v2(
+        self,
+        transfers: Sequence[PoolTransfer],
+        extra_info: Any = None,  # noqa: ANN401
+    ) -> dict[str, list[bool]]:
+        """Store pages of the pools that are named, as ``batch_set_v1`` does."""
+        return {one.name: self._store(one.name, one.keys or [], one.host_indices, extra_info) for one in transfers}
+
+    def _store(self, name: str, keys: list[str], host_indices: torch.Tensor, extra_info: Any) -> list[bool]:  # noqa: ANN401
         def store(client: Client, host: HostPool) -> tuple[bool, KvferryError | None]:
             ids = _pages(keys, host_indices, host.page_size)
             before = self._names((getattr(extra_info, "prefix_keys", None) or [])[-1:])
             began = time.perf_counter()
             operation = client.store(host.pool.name, self._names(keys), ids, parent=before[0] if before else None)
             error = end_of(client, operation)
-            self._moved("backup", 0 if error else len(keys), began)
+            self._moved("backup", host, 0 if error else len(keys), began)
             return error is None, error
 
-        return [self._try("store", store, otherwise=False)] * len(keys)
+        return [bool(keys) and self._try("store", store, otherwise=False, name=name)] * len(keys)
 
     def clear(self) -> bool:
         """Drop what is stored of this model in this layout, also what other engines of this user have stored.
@@ -441,9 +504,10 @@ class KvferryHiCacheStorage(HiCacheStorage):
         Raises:
             KvferryError: the daemon does not answer; SGLang says so.
         """
-        host, sessions = self._registered()
-        with sessions.client() as client:
-            client.evict_cached(pool=host.pool.name)
+        self._registered(PoolName.KV)
+        for host, sessions in self._hosts.values():
+            with sessions.client() as client:
+                client.evict_cached(pool=host.pool.name)
         return True
 
     def get_stats(self) -> Any:  # noqa: ANN401  SGLang's StorageMetrics
@@ -478,15 +542,22 @@ class KvferryHiCacheStorage(HiCacheStorage):
 
     # -- within
 
-    def _registered(self) -> tuple[HostPool, Sessions]:
-        if self._host is None or self._sessions is None:
-            raise InvalidFieldError("no host pool was registered", field="hicache_storage_backend")
-        return self._host, self._sessions
+    def _registered(self, name: str) -> tuple[HostPool, Sessions]:
+        found = self._hosts.get(str(name))
+        if found is None:
+            raise InvalidFieldError(f"no host pool {str(name)!r} was registered", field="hicache_storage_backend")
+        return found
 
-    def _try(self, what: str, call: Callable[[Client, HostPool], tuple[T, KvferryError | None]], otherwise: T) -> T:
+    def _try(
+        self,
+        what: str,
+        call: Callable[[Client, HostPool], tuple[T, KvferryError | None]],
+        otherwise: T,
+        name: str = PoolName.KV,
+    ) -> T:
         """Call with a session; return what the call has done, or ``otherwise`` where it raises."""
         try:
-            host, sessions = self._registered()
+            host, sessions = self._registered(name)
             if host.pool.engine.is_away:
                 raise host.pool.engine.lost or DaemonLostError("the daemon is away")
             with sessions.client() as client:
@@ -518,9 +589,9 @@ class KvferryHiCacheStorage(HiCacheStorage):
         weights = identity.weights.key
         return [name_of(key, weights) for key in keys]
 
-    def _moved(self, what: str, count: int, began: float) -> None:
-        if self._measures and self._host is not None and count:
-            rate = count * self._host.pool.page_bytes / (time.perf_counter() - began) / 1e9
+    def _moved(self, what: str, host: HostPool, count: int, began: float) -> None:
+        if self._measures and count:
+            rate = count * host.pool.page_bytes / (time.perf_counter() - began) / 1e9
             self._measured[what].append((count, rate))
 
 

@@ -116,6 +116,33 @@ def check_content(theirs: bytes, ours: bytes) -> None:
         raise ModelMismatchError("prefill has another adapter under this name: load the same in both servers")
 
 
+def draft_revision() -> str:
+    """Return what tells this server's draft model from others; empty without one.
+
+    Raises:
+        InvalidFieldError: a file cannot be read, or changes while it is read.
+    """
+    from sglang.srt.runtime_context import get_model, get_spec  # noqa: PLC0415  SGLang need not be there
+
+    told, model = get_spec(), get_model()
+    path = told.speculative_draft_model_path
+    if not path:
+        return ""
+    if (path, told.speculative_draft_model_revision) == (model.model_path, model.revision):  # NextN: layers of its own
+        return weights.start
+    return weights_revision(str(path), told.speculative_draft_model_revision, model.download_dir)
+
+
+def check_draft(theirs: str, ours: str) -> None:
+    """Check which draft model prefill has computed with; either side may have none.
+
+    Raises:
+        ModelMismatchError: decode has another one.
+    """
+    if theirs and ours and theirs != ours:
+        raise ModelMismatchError("prefill has another draft model: start both servers with the same, or one without")
+
+
 def namespaced(extra_key: str | None, lora_id: str | None) -> str | None:
     """Return the key of a request's cache, in which its adapter is by its content.
 

@@ -41,7 +41,7 @@ def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *rest: A
         steps = []
     if pool is None or not steps:
         return original(scheduler, batch, *rest, **more)
-    table, size = scheduler.req_to_token_pool.req_to_token, pool.spec.page_size
+    table, size = scheduler.req_to_token_pool.req_to_token, pool.page_size
     rows = [table[req.kv.req_pool_idx, req.start_send_idx : end : size] for req, end in ahead]
     there = torch.cat(rows)
     slots = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
@@ -69,10 +69,15 @@ def note_attention(
     *_: object,
     **__: object,
 ) -> None:
-    """Note that the layers before this one are filled, unless two parts of the batch are computed in turns."""
+    """Note that the layers before this one are filled, unless two parts of the batch are computed in turns.
+
+    A draft model's layers, which are computed after the model's and numbered from 0, go with the last step: it is
+    recorded at the pass's end.
+    """
     pool = pools.current()
     if pool is not None and pool.signals.pending and forward_batch.tbo_parent_token_range is None:
-        pool.signals.filled(layer.layer_id - 1, pool.compute_stream)
+        last = pool.first_layer + pool.layers - 1
+        pool.signals.filled(min(layer.layer_id, last) - 1, pool.compute_stream)
 
 
 def checkpoint(original: Callable[[Any, Any], None], scheduler: Any, req: Any) -> None:  # noqa: ANN401  SGLang's objects
@@ -103,7 +108,7 @@ def _sent_ahead(scheduler: Any, batch: Any) -> list[tuple[Any, int]]:  # noqa: A
         return []
     from kvferry.clients.sglang.transfer import KvferryKVSender  # noqa: PLC0415  derives from SGLang's classes
 
-    size, found = pool.spec.page_size, []
+    size, found = pool.page_size, []
     for req in batch.reqs:
         end = min(req.extend_end, len(req.origin_input_ids) - 1) // size * size
         new = (end - max(req.start_send_idx, req.prefix_len // size * size)) // size

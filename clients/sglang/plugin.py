@@ -53,15 +53,22 @@ _UPDATES: Final = tuple(
 _END_UPDATE: Final = f"{_WEIGHTS}end_weight_update"
 _RESUME: Final = f"{_WEIGHTS}resume_memory_occupation"
 _LORA: Final = f"{_SRT}lora.lora_manager.LoRAManager._load_lora_adapter"
+_CONFIGURE: Final = f"{_SRT}mem_cache.kv_cache_configurator.KVCacheConfigurator.configure"
 _SENDERS: Final = f"{_SRT}disaggregation.prefill.PrefillBootstrapQueue.create_sender"
 _DECODE: Final = f"{_SRT}managers.schedule_batch.ScheduleBatch.prepare_for_decode"
 _CHECKPOINT: Final = f"{_SRT}disaggregation.prefill.SchedulerDisaggregationPrefillMixin.checkpoint_disagg_prefill"
 _ATTENTION: Final = f"{_SRT}layers.attention.base_attn_backend.AttentionBackend.forward"
+_CHECKSUM: Final = f"{_SRT}disaggregation.checksum.KvChecksumComputer.compute"
 _RECEIVERS: Final = f"{_SRT}disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
+_WINDOWS: Final = f"{_SRT}mem_cache.swa_memory_pool.SWAKVPool"
+_HYBRIDS: Final = (_WINDOWS, f"{_POOL}HybridLinearKVPool")
 _KINDS: Final = (
     *(f"{_POOL}{kind}" for kind in ("MHATokenToKVPool", "MLATokenToKVPool")),
     *(f"{_NPU}{kind}" for kind in ("NPUMHATokenToKVPool", "NPUMLATokenToKVPool")),
 )
+_BASE: Final = f"{_POOL}KVCache"
+_COPIED: Final = {**dict.fromkeys((*_KINDS, _BASE, _WINDOWS), "kv_cache_cpu"), _HYBRIDS[1]: "cache_cpu"}
+"""What is copied to the processor's memory, and how SGLang calls the copy; the base has none, and some inherit that."""
 KNOWN: Final = (
     Known(f"{_SRT}server_args.add_disagg_transfer_backend_choices", ("iterable",)),
     Known(f"{_SRT}disaggregation.utils.get_kv_class", ("transfer_backend", "class_type")),
@@ -73,6 +80,8 @@ KNOWN: Final = (
         ),
     ),
     Known(f"{_POOL}MHATokenToKVPool._create_buffers_normal", ("self",)),
+    Known(f"{_POOL}MHATokenToKVPool._init_data_ptrs_and_strides", ("self",)),
+    Known(f"{_POOL}MHATokenToKVPool._init_kv_copy_and_warmup", ("self",)),
     Known(f"{_POOL}MLATokenToKVPool._create_buffers", ("self",)),
     Known(f"{_NPU}NPUMHATokenToKVPool._create_buffers", ("self",)),
     Known(
@@ -84,16 +93,25 @@ KNOWN: Final = (
         ),
     ),
     Known(
+        f"{_NPU}NPUMHATokenToKOnlyPool.__init__",
+        (
+            "self", "size", "page_size", "dtype", "head_num", "head_dim", "layer_num", "device", "enable_memory_saver",
+            "start_layer", "end_layer",
+        ),
+    ),
+    Known(f"{_NPU}NPUMiniMaxSparseKVPool.__init__", ("self", "args", "kwargs")),
+    Known(
         _METADATA,
         (
             "self", "size", "hidden_size", "hidden_states_dtype", "max_sampling_mask_tokens", "max_top_logprobs_num",
             "custom_mem_pool", "output_dsa_topk_indices_dim", "kv_checksum_enabled",
         ),
     ),
+    Known(_CHECKSUM, ("self", "kv_page_indices_gpu", "state_indices_gpu")),
     *(
         Known(f"{kind}.{call}", ("self", *given, "indices", "mamba_indices", "req_pool_index"))
-        for kind in _KINDS
-        for call, given in (("get_cpu_copy", ()), ("load_cpu_copy", ("kv_cache_cpu",)))
+        for kind, copied in _COPIED.items()
+        for call, given in (("get_cpu_copy", ()), ("load_cpu_copy", (copied,)))
     ),
     Known(f"{_REQ}.load_kv_cache", ("self", "req_to_token_pool", "token_to_kv_pool_allocator")),
     Known(
@@ -101,6 +119,7 @@ KNOWN: Final = (
     ),
     Known(f"{_CONN}CommonKVManager.register_to_bootstrap", ("self",)),
     Known(f"{_CONN}CommonKVManager.update_status", ("self", "bootstrap_room", "status")),
+    Known(f"{_CONN}CommonKVManager._resolve_rank_mapping", ("self", "info")),
     Known(f"{_CONN}CommonKVManager._handle_node_failure", ("self", "failed_bootstrap_addr")),
     Known(
         f"{_CONN}CommonKVSender.__init__",
@@ -136,16 +155,21 @@ KNOWN: Final = (
     Known(f"{_STORAGE}register_mem_host_pool_v2", ("self", "host_pool", "host_pool_name")),
     Known(f"{_STORAGE}on_host_pools_registered", ("self",)),
     Known(f"{_STORAGE}batch_exists", ("self", "keys", "extra_info")),
+    Known(f"{_STORAGE}batch_exists_v2", ("self", "keys", "pool_transfers", "extra_info")),
+    *(Known(f"{_STORAGE}{call}", ("self", "transfers", "extra_info")) for call in ("batch_get_v2", "batch_set_v2")),
     Known(f"{_STORAGE}batch_get_v1", ("self", "keys", "host_indices", "extra_info")),
     Known(f"{_STORAGE}batch_set_v1", ("self", "keys", "host_indices", "extra_info")),
     *(Known(path, ("self", "recv_req")) for path in (*_UPDATES, _END_UPDATE, _RESUME)),
     Known(f"{_SCHEDULER}.handle_update_weight_version", ("self", "recv_req")),
     Known(_LORA, ("self", "lora_ref")),
     Known(f"{_LORA}_from_tensors", ("self", "lora_ref", "tensors", "config_dict", "added_tokens_config")),
+    Known(_CONFIGURE, ("self", "pre_model_load_memory")),
     Known(_SENDERS, ("self", "req", "num_kv_heads")),
     Known(_DECODE, ("self",)),
     Known(f"{_SRT}layers.attention.attention_registry.create_ascend_backend", ("runner",)),
     Known(_RECEIVERS, ("self", "req", "is_rebootstrap")),
+    Known(f"{_SCHEDULER}.init_memory_pools", ("self",)),
+    Known(f"{_SRT}speculative.base_spec_worker.BaseSpecWorker._draft_model_runners", ("self",)),
     Known(f"{_SCHEDULER}.init_overlap", ("self",)),
     Known(f"{_SCHEDULER}.on_idle", ("self",)),
     Known(f"{_SCHEDULER}.run_batch", ("self", "batch", "pp_proxy_tensors")),
@@ -215,6 +239,7 @@ def _register(unknown: list[str]) -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend  # noqa: PLC0415
 
     from kvferry.clients.sglang import (  # noqa: PLC0415  numpy and the client only now
+        choice,
         graphs,
         hicache,
         identity,
@@ -227,18 +252,26 @@ def _register(unknown: list[str]) -> None:
     register_attention_backend("ascend")(graphs.ascend_backend)
     HookRegistry.register(f"{_POOL}KVCache.__init__", pools.check_kind, HookType.BEFORE)
     for target, hook in (
+        (f"{_SCHEDULER}.init_memory_pools", pools.make_pools),
         (f"{_POOL}MHATokenToKVPool._create_buffers_normal", pools.create_mha_buffers),
+        (f"{_POOL}MHATokenToKVPool._init_kv_copy_and_warmup", pools.copy_slots),
         (f"{_POOL}MLATokenToKVPool._create_buffers", pools.create_mla_buffers),
         (f"{_NPU}NPUMHATokenToKVPool._create_buffers", pools.create_npu_mha_buffers),
         (f"{_NPU}NPUMLATokenToKVPool.__init__", pools.create_npu_mla_pool),
-        *((f"{kind}.get_cpu_copy", retraction.get_cpu_copy) for kind in _KINDS),
-        *((f"{kind}.load_cpu_copy", retraction.load_cpu_copy) for kind in _KINDS),
+        (f"{_NPU}NPUMHATokenToKOnlyPool.__init__", pools.make_keys),
+        (f"{_NPU}NPUMiniMaxSparseKVPool.__init__", pools.make_sparse),
+        (f"{_WINDOWS}.__init__", pools.make_windows),
+        (f"{_POOL}MambaPool.__init__", pools.make_state_pool),
+        (f"{_POOL}HybridLinearKVPool.__init__", pools.make_states),
+        *((f"{kind}.get_cpu_copy", retraction.get_cpu_copy) for kind in _COPIED),
+        *((f"{kind}.load_cpu_copy", retraction.load_cpu_copy) for kind in _COPIED),
         (f"{_REQ}.load_kv_cache", retraction.load_kv_cache),
         (f"{_HOST}base.HostKVCache.clear", hicache.clear_all_but_padding),
         (_FITS, hicache.fits_beside_padding),
         (f"{_SCHEDULER}.on_idle", waiting.on_idle),
         (f"{_SCHEDULER}.run_batch", layers.run_batch),
         (_CHECKPOINT, layers.checkpoint),
+        (_CHECKSUM, choice.digest_of_none),
         *((path, identity.note_weights) for path in _UPDATES),
         (_LORA, identity.note_adapter),
         (f"{_LORA}_from_tensors", identity.note_adapter_of_tensors),
@@ -246,9 +279,10 @@ def _register(unknown: list[str]) -> None:
         HookRegistry.register(target, hook, HookType.AROUND)
     HookRegistry.register(f"{_HOST}base.HostKVCache._allocate_host_buffer", hicache.choose_allocator, HookType.BEFORE)
     HookRegistry.register(_ATTENTION, layers.note_attention, HookType.BEFORE)
+    HookRegistry.register(_CONFIGURE, pools.note_model, HookType.BEFORE)
     for target, note in (
         (_METADATA, pools.metadata_on_host),
-        (f"{_SCHEDULER}.init_overlap", pools.note_compute_stream),
+        (f"{_SCHEDULER}.init_overlap", pools.note_scheduler),
         (_DECODE, graphs.note_step),
         (_END_UPDATE, identity.note_end),
         (_RESUME, identity.note_resumed),
@@ -261,11 +295,11 @@ def _register(unknown: list[str]) -> None:
 
 
 def _kv_class(kind: str) -> type[Any]:
-    from kvferry.clients.sglang import transfer  # noqa: PLC0415  derives from SGLang's classes
+    from kvferry.clients.sglang import bootstrap, transfer  # noqa: PLC0415  derive from SGLang's classes
 
     return {
         "MANAGER": transfer.KvferryKVManager,
         "SENDER": transfer.KvferryKVSender,
         "RECEIVER": transfer.KvferryKVReceiver,
-        "BOOTSTRAP_SERVER": transfer.KvferryKVBootstrapServer,
+        "BOOTSTRAP_SERVER": bootstrap.KvferryKVBootstrapServer,
     }[kind]

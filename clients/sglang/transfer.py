@@ -1,10 +1,12 @@
-"""The four classes that SGLang asks a transfer backend for.
+"""The classes that SGLang asks a transfer backend for.
 
-A request is one transfer. Prefill's sender opens it without pages when the request comes, and hears by it whether
-decode has pages (SGLang's back-pressure); each chunk is a SEND; the payload of the last one says with which weights and
-adapter the KV was computed, and has the row of metadata (first token, logprobs, hidden states). Decode's receiver says
-RECEIVE for the pages that it lacks, and takes them only of its own weights and adapter. SGLang uses pages again as soon
-as it is told of the end, so Success and Failed are told when the transfer has settled.
+A request is one transfer, of all ranks and stages of prefill to all of decode, however each side splits the model:
+prefill does not know how decode does, decode learns at prefill's bootstrap server how prefill does, and names the pools
+of the ranks that have its heads. Prefill's sender opens it without pages when the request comes, and hears by it
+whether decode has pages (SGLang's back-pressure); each chunk is a SEND; the payload of the last one, of the last stage,
+says with which weights and adapter the KV was computed, and has the row of metadata (first token, logprobs, hidden
+states). Decode's receiver says RECEIVE for the pages that it lacks, and takes them only of its own weights and adapter.
+SGLang uses pages again as soon as it is told of the end, so Success and Failed are told when the transfer has settled.
 
 What senders and receivers begin in a step of the scheduler goes to the daemon in one message: SGLang polls them all
 after it has begun what it begins, and the first one that is polled sends it. A chunk that others follow goes at once.
@@ -16,37 +18,44 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from http import HTTPStatus
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import requests
-from aiohttp import web
 from requests.adapters import HTTPAdapter
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import (
-    CommonKVBootstrapServer,
     CommonKVManager,
     CommonKVReceiver,
     CommonKVSender,
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.runtime_context import get_disagg, get_parallel
+from sglang.srt.runtime_context import get_disagg
 from sglang.srt.utils.network import NetworkAddress
 from urllib3.util import Retry
 
 from kvferry.clients import Transfer, pages
 from kvferry.clients.calls import asked
 from kvferry.clients.engine_pool import EnginePool
-from kvferry.clients.places import DaemonPlace, place_of
+from kvferry.clients.places import place_of
 from kvferry.clients.sglang import identity, pools
+from kvferry.clients.sglang.bootstrap import (
+    HANDSHAKE,
+    ROUTE,
+    PrefillRank,
+    PrefillRanks,
+    Sources,
+    misfit_of,
+    ranks_with_heads,
+    request_id,
+)
+from kvferry.clients.sglang.carried import check_carried, state_lists
 from kvferry.protocol.errors import (
     InvalidFieldError,
     KvferryError,
@@ -55,15 +64,10 @@ from kvferry.protocol.errors import (
     StaleBootError,
     UnknownTransferError,
 )
-from kvferry.protocol.ids import PoolName
 from kvferry.protocol.transfer_messages import Abandon, Cancel, Direction, LayerStep
 
 logger = logging.getLogger(__name__)
 
-HANDSHAKE: Final = 2
-"""What both servers must have alike: how a transfer's id is made of a room, and what its payload is."""
-
-ROUTE: Final = "/kvferry"
 ASK_S: Final = 5.0
 WHILE_IT_STARTS: Final = Retry(connect=10, read=False, redirect=False, status=0, backoff_factor=0.05, backoff_max=5.0)
 """The server that starts the ranks starts the bootstrap server meanwhile: some 20 s are long enough for it."""
@@ -80,33 +84,11 @@ OPEN_AGAIN_S: Final = 0.05
 OPEN_AT_ONCE: Final = 64
 """How often, and for how many at once, a daemon is asked again that had no room for their transfers."""
 
+NO_HIDDEN_BYTES: Final = 64
+"""Of a row of a draft model's hidden states at a server without one: SGLang has 16 floats in their place."""
+
 ABORTED: Final = "Aborted by AbortReq."
 """As SGLang says it."""
-
-
-MOST_RANKS: Final = 4096
-"""Of which a bootstrap server keeps what they say: anybody may say it."""
-
-
-class PrefillRank(DaemonPlace, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a rank of the prefill server says of itself, and of its daemon, at its bootstrap server.
-
-    ``rank``: data-parallel and tensor-parallel.
-    """
-
-    handshake: int
-    rank: Annotated[str, msgspec.Meta(pattern=r"^\d{1,5}/\d{1,5}$")]
-    pool: PoolName
-
-
-def request_id(boot_id: str, pool: str, room: int) -> str:
-    """Return the id of a request's transfer: its room, and which rank of which prefill server has it.
-
-    Rooms are a router's: other requests may have the same one, at another server, of the same daemon or not. Both sides
-    know a rank by what it says at its bootstrap server: the daemon's incarnation, and its pool in it.
-    """
-    whose = hashlib.blake2b(f"{boot_id}/{pool}".encode(), digest_size=8).hexdigest()
-    return f"{room & (1 << 64) - 1:016x}{whose}"
 
 
 class KvferryKVManager(CommonKVManager):
@@ -125,13 +107,18 @@ class KvferryKVManager(CommonKVManager):
             InvalidFieldError: it is not, or the server does what is not carried yet; says what.
         """
         pool = pools.current()
-        _check_carried(args, pool)
+        check_carried(args, pool)
         assert pool is not None
         self.pool: EnginePool = pool
         self._pool_name = pool.name
+        self.draft = identity.draft_revision()
+        self.checksums = bool(get_disagg().disaggregation_enable_kv_checksum)
+        """Whether the daemon compares what has arrived with the other side's pages."""
         with pool.engine.client() as client:
             self._boot_id, self._addresses = client.boot_id, client.status().addresses
-        self._prefill_ranks: dict[tuple[str, str], PrefillRank] = {}
+        self._prefills: dict[tuple[str, int], Sources] = {}
+        self._server = ""
+        """The bootstrap server's number, of prefill."""
         self.unopened: dict[_Half, None] = {}
         """Whose transfers the daemon had no room for, as they came."""
         self.turns = itertools.count()
@@ -148,8 +135,11 @@ class KvferryKVManager(CommonKVManager):
         """
         rank = PrefillRank(
             handshake=HANDSHAKE,
-            rank=f"{self.attn_dp_rank if self.system_dp_size == 1 else self.system_dp_rank}/{self.attn_tp_rank}",
+            rank=f"{self.own_dp_rank}/{self.attn_tp_rank}/{self.pp_rank}",
             pool=self._pool_name,
+            layers=self.pool.layer_numbers,
+            row=tuple(self.kv_args.aux_item_lens),
+            draft=self.draft,
             host=self.local_ip,
             place=place_of(self._addresses),
             daemons=self._addresses,
@@ -161,54 +151,72 @@ class KvferryKVManager(CommonKVManager):
         try:
             with requests.Session() as session:
                 session.mount(url, HTTPAdapter(max_retries=WHILE_IT_STARTS))
-                session.put(url, data=msgspec.json.encode(rank), timeout=ASK_S).raise_for_status()
-        except OSError as error:  # requests' errors are such ones
+                reply = session.put(url, data=msgspec.json.encode(rank), timeout=ASK_S)
+            reply.raise_for_status()
+            self._server = msgspec.json.decode(reply.content, type=PrefillRanks).server
+        except (OSError, msgspec.MsgspecError) as error:  # what requests raises is an OSError
             raise InvalidFieldError(
                 f"the bootstrap server does not take where the daemon is ({error}): is another server at its port?",
                 field="disaggregation_bootstrap_port",
             ) from error
         super().register_to_bootstrap()  # now this rank counts as ready
 
-    def prefill_rank(self, bootstrap_addr: str, dp_rank: int) -> PrefillRank:
-        """Return what the prefill server's rank of this one's number says of itself.
+    @property
+    def own_dp_rank(self) -> int:
+        """Return which data-parallel rank this is, as decode calls it."""
+        return int(self.attn_dp_rank if self.system_dp_size == 1 else self.system_dp_rank)
+
+    def sources(self, bootstrap_addr: str, dp_rank: int, tp_size: int, pp_size: int) -> Sources:
+        """Return whose KV this rank takes of a prefill server's data-parallel rank.
 
         Raises:
-            InvalidFieldError: it is another version, or does not transfer by kvferry.
+            InvalidFieldError: a rank or stage is missing, is of another version, or does not transfer by kvferry.
             OSError: its bootstrap server does not answer.
         """
-        key = bootstrap_addr, f"{dp_rank}/{self.attn_tp_rank}"
-        if key not in self._prefill_ranks:
-            reply = requests.get(f"http://{bootstrap_addr}{ROUTE}", params={"rank": key[1]}, timeout=ASK_S)
+        key = bootstrap_addr, dp_rank
+        if key not in self._prefills:
+            reply = requests.get(f"http://{bootstrap_addr}{ROUTE}", params={"dp": str(dp_rank)}, timeout=ASK_S)
+            wanted = {f"{dp_rank}/{rank}/{stage}" for rank in range(tp_size) for stage in range(pp_size)}
             try:
                 reply.raise_for_status()
-                found = msgspec.json.decode(reply.content, type=PrefillRank)
+                found = msgspec.json.decode(reply.content, type=PrefillRanks)
+                versions = {one.handshake for one in found.ranks} - {HANDSHAKE}
+                if not versions and {one.rank for one in found.ranks} != wanted:
+                    raise msgspec.ValidationError(f"{len(found.ranks)} ranks have registered of {len(wanted)}")
             except (requests.HTTPError, msgspec.MsgspecError) as error:
                 raise InvalidFieldError(
                     f"the prefill server at {bootstrap_addr} does not say where its daemon is ({error}): start it with "
                     "--disaggregation-transfer-backend kvferry and the same kvferry",
                     field="bootstrap_addr",
                 ) from error
-            if found.handshake != HANDSHAKE:
+            if versions:
                 raise InvalidFieldError(
                     f"the prefill server at {bootstrap_addr} has another version of kvferry's plugin (handshake "
-                    f"{found.handshake}, {HANDSHAKE} here): install the same kvferry",
+                    f"{versions.pop()}, {HANDSHAKE} here): install the same kvferry",
                     field="bootstrap_addr",
                 )
-            self._prefill_ranks[key] = found
-        return self._prefill_ranks[key]
+            numbers, each = ranks_with_heads(self.attn_tp_rank, self.attn_tp_size, tp_size)
+            mine = sorted(
+                [one for one in found.ranks if one.tp_rank in numbers], key=lambda one: (-one.stage, one.tp_rank)
+            )
+            stages = [[one for one in mine if one.tp_rank == number] for number in numbers]
+            misfits = filter(None, (misfit_of(one, self.pool.layer_numbers) for one in stages))
+            self._prefills[key] = Sources(found.server, tuple(mine), each * self.pp_size, next(misfits, ""))
+        return self._prefills[key]
 
-    def source_daemons(self, source: PrefillRank) -> tuple[str, ...]:
-        """Return the address of prefill's daemon, for RECEIVE; none where it is our own, also after its restart.
+    def source_daemons(self, sources: Sources) -> tuple[str, ...]:
+        """Return the addresses of prefill's daemons, for RECEIVE; without our own, also after its restart.
 
         Raises:
-            InvalidFieldError: it has none that reaches here.
+            InvalidFieldError: one has none that reaches here.
         """
-        return source.reached_from(self.local_ip, self._addresses, self._boot_id)
+        found = [one.reached_from(self.local_ip, self._addresses, self._boot_id) for one in sources.ranks]
+        return tuple(dict.fromkeys(address for addresses in found for address in addresses))
 
     def forget_prefill(self, bootstrap_addr: str) -> None:
         """Ask anew next time: the server may be another one by then. From any thread."""
-        for key in [one for one in tuple(self._prefill_ranks) if one[0] == bootstrap_addr]:
-            self._prefill_ranks.pop(key, None)
+        for key in [one for one in tuple(self._prefills) if one[0] == bootstrap_addr]:
+            self._prefills.pop(key, None)
 
     def wait_for_room(self, half: _Half, error: KvferryError) -> None:
         """Have the daemon asked again for a half's transfer, in turn; who waits already keeps its place."""
@@ -231,11 +239,17 @@ class KvferryKVManager(CommonKVManager):
 
     def request_id(self, room: int) -> str:
         """Return the id of the transfer of a request that this rank, of prefill, has."""
-        return request_id(self._boot_id, self._pool_name, room)
+        return request_id(self._server, self.own_dp_rank, room)
 
-    def known_ranks(self, bootstrap_addr: str) -> list[PrefillRank]:
-        """Return the prefill server's ranks of this one's number that are known without asking."""
-        return [one for (address, _), one in tuple(self._prefill_ranks.items()) if address == bootstrap_addr]
+    def known_prefills(self, bootstrap_addr: str) -> dict[int, Sources]:
+        """Return what is known of a prefill server without asking, by its data-parallel ranks."""
+        return {rank: one for (address, rank), one in tuple(self._prefills.items()) if address == bootstrap_addr}
+
+    def _resolve_rank_mapping(self, info: Any) -> None:  # noqa: ANN401  SGLang's PrefillServerInfo
+        """Have SGLang ask for one rank only, whatever sizes both sides have: kvferry's own are asked for above."""
+        info.target_tp_rank, info.target_tp_ranks = 0, [0]
+        info.target_cp_ranks, info.target_pp_ranks = [0], [0]
+        info.required_dst_info_num = info.required_prefill_response_num = 1
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
         self.forget_prefill(failed_bootstrap_addr)
@@ -429,13 +443,13 @@ class KvferryKVSender(_Half, CommonKVSender):
         return int(KVPoll.Bootstrapping)
 
     def poll_pp_consensus(self) -> int:
-        """Return how far it is: there is one stage."""
+        """Return how far it is: decode receives of all stages or of none."""
         return self.poll()
 
     def send(
         self,
         kv_indices: npt.NDArray[np.int32],
-        state_indices: list[Any] | None = None,  # noqa: ARG002  pools with states are refused
+        state_indices: list[Any] | None = None,
         num_kv_tokens: int | None = None,
         indices_event: object = None,  # noqa: ARG002  a stream's, of other backends
         *,
@@ -453,6 +467,11 @@ class KvferryKVSender(_Half, CommonKVSender):
         self._is_last_sent = self.curr_idx == self.num_kv_indices
         ids = np.asarray(kv_indices, np.int64)
         lists = [pages(ids, first_page=first, tokens=num_kv_tokens)] if len(ids) else []
+        try:
+            lists += state_lists(self.kv_mgr.kv_args.state_types, state_indices, self.curr_idx)
+        except InvalidFieldError as error:
+            self._fail(str(error))
+            return
         self.sends_ahead |= bool(steps)
         self._send(lists, is_last=self._is_last_sent, steps=steps)
         if not (self._is_last_sent or steps):
@@ -488,7 +507,8 @@ class KvferryKVSender(_Half, CommonKVSender):
     def _send(self, lists: list[Any], *, is_last: bool, steps: Sequence[LayerStep] = ()) -> None:
         mgr = self.kv_mgr
         try:
-            row = self.content + metadata_row(mgr.kv_args, self.aux_index) if is_last else b""
+            has_row = is_last and mgr.pp_rank == mgr.pp_size - 1
+            row = self.content + metadata_row(mgr.kv_args, self.aux_index) if has_row else b""
             if lists and not steps:
                 steps = mgr.pool.step()  # on a device the model may still compute what this sends
             with mgr.pool.engine.step() as step:
@@ -504,6 +524,7 @@ class KvferryKVSender(_Half, CommonKVSender):
                     last=is_last,
                     payload=row,
                     steps=steps,
+                    checksums=mgr.checksums,
                     deadline_s=LONGEST_S,  # SGLang bounds how long decode may take to come, and decode all the rest
                 )
         except KvferryError as error:
@@ -514,27 +535,34 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
     """Decode's half of a request's transfer."""
 
     _direction = "receive"
-    _source: PrefillRank | None = None
+    _sources: Sources | None = None
     init_time: float
 
     def init(self, prefill_dp_rank: int) -> None:
-        """Learn where prefill's daemon is, and that both servers fit each other."""
+        """Learn where prefill's daemons are, and that both servers fit each other."""
         super().init(prefill_dp_rank)
         if self.conclude_state is not None:
             return
         info, mgr = self.prefill_info, self.kv_mgr
-        theirs = info.attn_tp_size, info.attn_cp_size, info.pp_size
-        if theirs != (mgr.attn_tp_size, 1, 1):
+        if info.attn_cp_size != 1:
             self._fail(
-                f"INVALID_FIELD: tp_size: prefill's ranks (tensor {theirs[0]}, context {theirs[1]}, pipeline "
-                f"{theirs[2]}) are not those of decode ({mgr.attn_tp_size}, 1, 1): kvferry does not carry that yet"
+                f"INVALID_FIELD: attn_cp_size: prefill has {info.attn_cp_size} context-parallel ranks: kvferry does "
+                "not carry that yet"
             )  # prefill is told, too
         try:
-            self._source = mgr.prefill_rank(self.bootstrap_addr, prefill_dp_rank)
-        except InvalidFieldError as error:
+            sources = mgr.sources(self.bootstrap_addr, prefill_dp_rank, info.attn_tp_size, info.pp_size)
+            for one in sources.ranks:
+                check_row(one.row, mgr.kv_args.aux_item_lens)
+                identity.check_draft(one.draft, mgr.draft)
+        except (InvalidFieldError, ModelMismatchError) as error:
             self._fail(str(error))
-        except OSError as error:  # requests' errors are such ones
+        except OSError as error:  # what requests raises is an OSError
             self._fail(f"the prefill server's bootstrap server at {self.bootstrap_addr} does not answer: {error}")
+        else:
+            if sources.misfit:
+                self._fail(f"INVALID_FIELD: {sources.misfit}")  # prefill is told, too
+            else:
+                self._sources = sources
 
     def poll(self) -> int:
         """Return how far it is."""
@@ -547,32 +575,37 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
             return int(KVPoll.Transferring)
         if self in self.kv_mgr.unopened and time.time() - self.init_time >= self.kv_mgr.waiting_timeout:
             self._fail(f"BUSY: the daemon had no room for the transfer within {self.kv_mgr.waiting_timeout} s")
-        return int(KVPoll.Bootstrapping if self._source is None else KVPoll.WaitingForInput)
+        return int(KVPoll.Bootstrapping if self._sources is None else KVPoll.WaitingForInput)
 
     def send_metadata(
         self,
         kv_indices: npt.NDArray[np.int32],
         aux_index: int | None = None,
-        state_indices: list[Any] | None = None,  # noqa: ARG002  pools with states are refused
+        state_indices: list[Any] | None = None,
         decode_prefix_len: int | None = None,
         destination: object = None,  # noqa: ARG002  host destinations are not announced
         device_kv_indices: object = None,  # noqa: ARG002  of other backends
     ) -> None:
         """Have the pages filled that follow the prefix which is here; none where all of the prompt is."""
-        if self.conclude_state is not None or self._is_failed() or self._source is None:
+        if self.conclude_state is not None or self._is_failed() or self._sources is None:
             return
         self._row = aux_index
         self.init_time = time.time()
         first = (decode_prefix_len or 0) // self.kv_mgr.kv_args.page_size
         ids = np.asarray(kv_indices, np.int64)
         self._lists = [pages(ids, first_page=first)] if len(ids) else []
+        try:
+            self._lists += state_lists(self.kv_mgr.kv_args.state_types, state_indices, first + len(ids))
+        except InvalidFieldError as error:
+            self._fail(str(error))
+            return
         self.turn = next(self.kv_mgr.turns)
         self.open()
 
     def open(self) -> None:
         """Begin the transfer, unless it is begun."""
         mgr = self.kv_mgr
-        if self._transfer is not None or self._source is None or self._is_failed():
+        if self._transfer is not None or self._sources is None or self._is_failed():
             return
         try:
             after = mgr.pool.event() if self._lists else None
@@ -580,10 +613,13 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
                 self._generation = mgr.pool.engine.generation
                 self._transfer = step.receive(
                     mgr.pool.name,
-                    request_id(self._source.boot_id, self._source.pool, self.bootstrap_room),
+                    request_id(self._sources.server, self.prefill_dp_rank, self.bootstrap_room),
                     self._lists,
-                    source_daemons=mgr.source_daemons(self._source),
+                    sources=[one.pool for one in self._sources.ranks],
+                    destinations=self._sources.destinations,
+                    source_daemons=mgr.source_daemons(self._sources),
                     after=after,
+                    checksums=mgr.checksums,
                     deadline_s=min(mgr.waiting_timeout, LONGEST_S),
                 )
         except KvferryError as error:
@@ -596,11 +632,12 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
 
     def _others(self) -> list[tuple[str, tuple[str, ...]]]:
         mgr, others = self.kv_mgr, []
-        for one in mgr.known_ranks(self.bootstrap_addr) if self._source is None else [self._source]:
+        known = mgr.known_prefills(self.bootstrap_addr)
+        for rank, one in known.items() if self._sources is None else [(self.prefill_dp_rank, self._sources)]:
             daemons: tuple[str, ...] = ()
             with contextlib.suppress(InvalidFieldError):  # none that reaches there
                 daemons = mgr.source_daemons(one)
-            others.append((request_id(one.boot_id, one.pool, self.bootstrap_room), daemons))
+            others.append((request_id(one.server, rank, self.bootstrap_room), daemons))
         return others
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
@@ -613,46 +650,16 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
         if state == KVPoll.Success:
             assert self._transfer is not None
             assert self._transfer.finished is not None
+            assert self._sources is not None
             payload = self._transfer.finished.payload
             theirs, row = payload[: identity.CONTENT_BYTES], payload[identity.CONTENT_BYTES :]
             try:
                 identity.check_content(theirs, self.content)
-                set_metadata_row(self.kv_mgr.kv_args, self._row, row)
+                set_metadata_row(self.kv_mgr.kv_args, self._row, row, self._sources.ranks[0].row)
             except (InvalidFieldError, ModelMismatchError) as error:
                 self._fail(str(error))
                 state = KVPoll.Failed
         return super()._conclude(state)
-
-
-class KvferryKVBootstrapServer(CommonKVBootstrapServer):
-    """SGLang's own, at which decode also learns where prefill's daemons are."""
-
-    def __init__(self, host: str, port: int) -> None:
-        """Serve."""
-        self._ranks: dict[str, bytes] = {}
-        super().__init__(host, port)
-
-    def _setup_routes(self) -> None:
-        super()._setup_routes()
-        self.app.router.add_put(ROUTE, self._put_rank)
-        self.app.router.add_get(ROUTE, self._get_rank)
-
-    async def _put_rank(self, request: web.Request) -> web.Response:
-        body = await request.read()
-        try:
-            rank = msgspec.json.decode(body, type=PrefillRank)
-        except msgspec.MsgspecError as error:
-            return web.Response(text=str(error), status=400)
-        if rank.rank not in self._ranks and len(self._ranks) >= MOST_RANKS:
-            return web.Response(text=f"{MOST_RANKS} ranks have registered", status=HTTPStatus.INSUFFICIENT_STORAGE)
-        self._ranks[rank.rank] = msgspec.json.encode(rank)
-        return web.Response()
-
-    async def _get_rank(self, request: web.Request) -> web.Response:
-        body = self._ranks.get(request.query.get("rank", ""))
-        if body is None:
-            return web.Response(text="no such rank has registered", status=404)
-        return web.Response(body=body, content_type="application/json")
 
 
 def metadata_row(args: Any, index: int | None) -> bytes:  # noqa: ANN401  SGLang's KVArgs
@@ -664,68 +671,45 @@ def metadata_row(args: Any, index: int | None) -> bytes:  # noqa: ANN401  SGLang
     )
 
 
-def set_metadata_row(args: Any, index: int | None, row: bytes) -> None:  # noqa: ANN401  SGLang's KVArgs
-    """Write a request's row of metadata.
+def check_row(theirs: Sequence[int], ours: Sequence[int]) -> None:
+    """Check that prefill's metadata are decode's, but for hidden states of a draft model that one side has alone.
+
+    Args:
+        theirs: bytes of each buffer of prefill's, of one request.
+        ours: the same of decode's.
 
     Raises:
-        InvalidFieldError: prefill's row is not as long as ours.
+        InvalidFieldError: they are not.
+    """
+    others = [pair for pair in zip(theirs, ours, strict=False) if pair[0] != pair[1]]
+    if len(theirs) != len(ours) or len(others) > 1 or any(NO_HIDDEN_BYTES not in pair for pair in others):
+        raise InvalidFieldError(
+            f"prefill's metadata is {sum(theirs)} bytes a request, {sum(ours)} here: start both servers with the same "
+            "options (the draft model, sampling masks, checksums)",
+            field="row",
+        )
+
+
+def set_metadata_row(args: Any, index: int | None, row: bytes, theirs: Sequence[int]) -> None:  # noqa: ANN401
+    """Write a request's row of metadata; hidden states that prefill does not have are zeros.
+
+    Args:
+        args: SGLang's KVArgs.
+        index: of the row.
+        row: prefill's.
+        theirs: bytes of each of its buffers, which ``check_row`` has checked.
+
+    Raises:
+        InvalidFieldError: the row is not as long.
     """
     assert index is not None
-    lengths = args.aux_item_lens
-    if len(row) != sum(lengths):
+    if len(row) != sum(theirs):
         raise InvalidFieldError(
-            f"prefill's metadata is {len(row)} bytes a request, {sum(lengths)} here: start both servers with the same "
-            "options (speculative decoding, sampling masks)",
+            f"prefill's metadata is {len(row)} bytes, and it has said {sum(theirs)}: install the same kvferry",
             field="payload",
         )
     start = 0
-    for at, one in zip(args.aux_data_ptrs, lengths, strict=True):
-        ctypes.memmove(at + index * one, row[start : start + one], one)
-        start += one
-
-
-def _check_carried(args: Any, pool: EnginePool | None) -> None:  # noqa: ANN401  SGLang's KVArgs
-    """Refuse what is not carried yet, by name."""
-    refused = [f"state of the kind {one.value}" for one in args.state_types] + _refused_options()
-    if args.num_draft_entries:
-        refused.append("a draft model's KV (--speculative-algorithm)")
-    if getattr(args, "is_hybrid_mla_backend", False):
-        refused.append("hybrid MLA")
-    if pool is None and not refused:
-        refused.append("this kind of KV pool")
-    if refused:
-        raise InvalidFieldError(
-            f"kvferry does not carry {', '.join(refused)} yet", field="disaggregation_transfer_backend"
-        )
-    assert pool is not None
-    ours, theirs = pool.lists, (args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
-    if (list(ours.data_ptrs), list(ours.data_lens), list(ours.item_lens)) != tuple(list(one) for one in theirs):
-        raise InvalidFieldError(
-            f"SGLang's KV memory is not pool {pool.name}: addresses, lengths or page sizes differ", field="kv_data_ptrs"
-        )
-    row_bytes, room_bytes = sum(args.aux_item_lens), pool.largest_payload_bytes - identity.CONTENT_BYTES
-    if row_bytes > room_bytes:
-        raise InvalidFieldError(
-            f"a request's metadata is {row_bytes} bytes, the daemon has room for {room_bytes}: start the "
-            "server without what makes it so large (sampling masks, hidden states)",
-            field="aux_item_lens",
-        )
-
-
-def _refused_options() -> list[str]:
-    """Return what SGLang was told to do that is not carried yet."""
-    parallel, told = get_parallel(), get_disagg()
-    sizes = (
-        ("pipeline stages", parallel.pp_size),
-        ("context-parallel ranks", parallel.attn_cp_size),
-        ("decode context-parallel ranks", parallel.attn_dcp_size),
-    )
-    refused = [f"{size} {what}" for what, size in sizes if size > 1]
-    if parallel.enable_kv_cache_sharding:
-        refused.append("--enable-kv-cache-sharding")
-    if told.disaggregation_decode_allocation_policy != "early":
-        refused.append("--disaggregation-decode-allocation-policy other than early")
-    if told.disaggregation_enable_kv_checksum:
-        # On a CPU its first request ends the server; with decode's radix cache prefill takes it of other pages, too.
-        refused.append("--disaggregation-enable-kv-checksum (SGLang computes it with CUDA)")
-    return refused
+    for at, ours, size in zip(args.aux_data_ptrs, args.aux_item_lens, theirs, strict=True):
+        part = row[start : start + size] if size == ours else bytes(ours)
+        ctypes.memmove(at + index * ours, part, ours)
+        start += size

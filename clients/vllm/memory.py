@@ -253,12 +253,11 @@ class RankMemory:
         Raises:
             InvalidFieldError: they are not as described, or not in the pool's memory.
         """
-        spec, elements = self.pool.spec, self.pool.elements()
-        blocks = spec.tokens // spec.page_size + 1
-        if len(kv_caches) != spec.layers:
-            raise refusal(f"{len(kv_caches)} layers in {spec.layers} (layers that share their cache)", "model")
+        elements, layers, blocks = self.pool.elements(), self.pool.layers, self.pool.pages
+        if len(kv_caches) != layers:
+            raise refusal(f"{len(kv_caches)} layers in {layers} (layers that share their cache)", "model")
         for name, layer in kv_caches.items():
-            if layer.dim() != DIMENSIONS or len(layer) != blocks or layer.nbytes * spec.layers != elements.nbytes:
+            if layer.dim() != DIMENSIONS or len(layer) != blocks or layer.nbytes * layers != elements.nbytes:
                 raise refusal(f"layer {name} of the shape {tuple(layer.shape)} for {blocks} blocks", "block_size")
         if self.kind == "staged":
             pairs = zip(in_order(kv_caches), self.pool.tensor("k"), strict=True)

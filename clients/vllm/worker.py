@@ -166,7 +166,7 @@ class Worker:
         self._failures: set[tuple[str, str]] = set()
         self._steps: tuple[LayerStep, ...] = ()
         """Of the chunks that go layer by layer in the step that is being computed."""
-        self.signals = NamedLayers(memory.pool.spec.layers)
+        self.signals = NamedLayers(memory.pool.layers)
         self.moved = Moved()
 
     def __repr__(self) -> str:

@@ -84,10 +84,14 @@ class FoundSessions(NamedTuple):
 
 
 class _Boot(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Who has used an index last: ``tries`` counts the boots that have begun since one has said that it ``came_up``."""
+    """Who has used an index last: ``tries`` counts the boots that have begun since one has said that it ``came_up``.
+
+    ``device_tries``: the same of ``devices_came_up``, which comes later.
+    """
 
     boot_id: Annotated[str, Meta(max_length=32)] = ""
     tries: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
+    device_tries: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
 
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -126,9 +130,18 @@ class SessionIndex:
         """Return how many boots have begun with this index, one after the other, and have not come up."""
         return self._boot().tries
 
+    @property
+    def device_tries(self) -> int:
+        """Return how many boots have begun, one after the other, and have not adopted the pools on devices."""
+        return self._boot().device_tries
+
     def came_up(self) -> None:
-        """Record that this boot has adopted what there was."""
+        """Record that this boot has adopted what there was, but for pools on devices."""
         self._write_boot(msgspec.structs.replace(self._boot(), tries=0))
+
+    def devices_came_up(self) -> None:
+        """Record that this boot has adopted what there was of pools on devices."""
+        self._write_boot(msgspec.structs.replace(self._boot(), device_tries=0))
 
     def _boot(self) -> _Boot:
         try:
@@ -171,7 +184,8 @@ class SessionIndex:
         self._places = {session: place for session, (place, _) in best.items()}
         taken = set(self._places.values())
         self._free = [place for place in range(self._room) if place not in taken]
-        self._write_boot(_Boot(boot_id=boot_id, tries=self.tries + 1))
+        before = self._boot()
+        self._write_boot(_Boot(boot_id=boot_id, tries=before.tries + 1, device_tries=before.device_tries + 1))
         return FoundSessions(tuple(best[session][1] for session in sorted(best)), unreadable)
 
     def give(self, number: int) -> None:

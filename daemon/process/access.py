@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import select
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
+from kvferry.daemon.process.inherited import Inherited
 from kvferry.pools.tiers.own_folder import OwnFolder
 from kvferry.protocol.errors import AccessDeniedError, ConfigError
 from kvferry.protocol.settings import CONTROL_SOCKET, PEER_SOCKET, SESSION_SOCKET
@@ -29,6 +29,7 @@ PEER_SOCKET_MODE = 0o600
 LOCK_FILE = "daemon.lock"
 DEVICE_POOLS_FILE = "device-pools.json"
 HOLDER_SOCKET = "holder.sock"
+KEEPER_SOCKET = "keeper.sock"
 MAX_SOCKET_PATH_BYTES = 107
 BACKLOG: Final = 1024
 DYING_MS: Final = 1000
@@ -37,8 +38,14 @@ ACTIVATED: Final = (CONTROL_SOCKET, SESSION_SOCKET)
 """What a service manager may listen on for the daemon."""
 
 MODES: Final = {CONTROL_SOCKET: SOCKET_MODE, SESSION_SOCKET: SOCKET_MODE, PEER_SOCKET: PEER_SOCKET_MODE}
-OURS: Final = {*MODES, LOCK_FILE, DEVICE_POOLS_FILE, f"{DEVICE_POOLS_FILE}.new", HOLDER_SOCKET}
+OURS: Final = {*MODES, LOCK_FILE, DEVICE_POOLS_FILE, f"{DEVICE_POOLS_FILE}.new", HOLDER_SOCKET, KEEPER_SOCKET}
 _FIELD: Final = "runtime_dir"
+SOCKETS: Final = "sockets"
+"""What the socket unit calls those that it listens on (FileDescriptorName=)."""
+
+OWN_SOCKETS: Final = "own-sockets"
+LOCK: Final = "lock"
+"""What one daemon hands over to the next: sockets that it has bound itself, and the lock."""
 
 
 def may_see_all(user: int | None) -> bool:
@@ -63,16 +70,22 @@ class RuntimeDirectory:
 
     folder: OwnFolder
 
-    def __init__(self, path: Path, activated: Sequence[int] = ()) -> None:
+    def __init__(self, path: Path, inherited: Inherited | None = None) -> None:
         """Name the directory; ``__enter__`` creates it.
 
         Args:
             path: absolute.
-            activated: the descriptors of sockets in it that a service manager listens on; owned from now on.
+            inherited: of which it takes the ``SOCKETS`` that a service manager listens on, and what the daemon before
+                this one has ``handed_over``.
         """
         self.path = path
-        self._activated = [socket.socket(fileno=fd) for fd in activated]
+        passed = inherited or Inherited()
+        self._activated, self._handed = (
+            [socket.socket(fileno=fd) for fd in passed.take(name)] for name in (SOCKETS, OWN_SOCKETS)
+        )
+        self._lock = passed.take(LOCK)
         self._sockets: dict[str, socket.socket] = {}
+        self._listening: dict[str, socket.socket] = {}
         self._bound: dict[str, os.stat_result] = {}
 
     def check_path(self) -> None:
@@ -124,14 +137,22 @@ class RuntimeDirectory:
 
     def listen(self, name: str) -> Listener:
         """Return the socket of this name, which listens from now on; the caller owns it."""
-        one = self._sockets.pop(name)
+        one = self._listening[name] = self._sockets.pop(name)
         if name in self._bound:
             one.listen(BACKLOG)
         return Listener(self.path / name, one)
 
+    def handed_over(self) -> dict[str, list[int]]:
+        """Return copies of the lock and of the sockets that listen, for the next daemon: leaving keeps both then."""
+        handed: dict[str, list[int]] = {LOCK: [os.dup(fd) for fd in self.folder.locked]}
+        for name, one in self._listening.items():
+            handed.setdefault(OWN_SOCKETS if name in self._bound else SOCKETS, []).append(os.dup(one.fileno()))
+        self._bound.clear()
+        return handed
+
     def close(self) -> None:
         """Close the sockets that nobody has asked for."""
-        for one in (*self._activated, *self._sockets.values()):
+        for one in (*self._activated, *self._handed, *self._sockets.values()):
             one.close()
 
     def _close(self) -> None:
@@ -146,10 +167,17 @@ class RuntimeDirectory:
             os.fchmod(self.folder.fd, DIRECTORY_MODE)  # whatever the umask is
         else:
             _close_to_others(self.folder)
-        self.folder.lock(LOCK_FILE, "runs in")
-        for one in self._activated:
+        match self._lock:
+            case [folder, lock]:
+                self.folder.hold((folder, lock))
+            case _:
+                self.folder.lock(LOCK_FILE, "runs in")
+        for one in (*self._activated, *self._handed):
             one.setblocking(False)  # noqa: FBT003  socket's own signature
             self._sockets[Path(one.getsockname()).name] = one
+        for one in self._handed:
+            name = Path(one.getsockname()).name
+            self._bound[name] = self._checked_place(self.path / name)
         missing = MODES.keys() - self._sockets.keys()
         for name in missing:
             self._check_left_over(name)

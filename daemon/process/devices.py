@@ -7,22 +7,67 @@ see ``pools.devices.accelerator``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final, NamedTuple
 
 import structlog
 
+from kvferry.daemon.process.device_keeper import DeviceKeeper, DriverRefusedError, KeeperError, Kept
 from kvferry.pools.devices.accelerator import REGION_ALIGNMENT, STUCK_AFTER_S, Accelerator, DeviceMemory
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion, RegionSegment, StagingPool
+from kvferry.pools.devices.npu import OUT_OF_MEMORY
 from kvferry.pools.devices.vendor import Mapped
 from kvferry.pools.planning.arrays import Array, Held, check_apart
+from kvferry.pools.pool_file import KeptRecord
 from kvferry.protocol.config.schema import DevicesConfig
-from kvferry.protocol.errors import DeviceLostError, InvalidFieldError, KvferryError, OutOfMemoryError
+from kvferry.protocol.errors import (
+    DeviceLostError,
+    DeviceUnavailableError,
+    InvalidFieldError,
+    KvferryError,
+    OutOfMemoryError,
+)
 from kvferry.protocol.session_messages import DeviceStatus
-from kvferry.protocol.session_stream import TorchShare
+from kvferry.protocol.session_stream import TorchShare, VmmShare
 
 CHECK_S: Final = 1.0
 log = structlog.get_logger(__name__)
+
+
+class _Kept:
+    """See ``KeptMemory``: what the keeper has."""
+
+    def __init__(self, keeper: DeviceKeeper, key: str, size_bytes: int) -> None:
+        self._keeper = keeper
+        self.key = key
+        self.size_bytes = size_bytes
+        self.outlives = False
+
+    def share(self, process_id: int) -> VmmShare:
+        """See ``KeptMemory.share``.
+
+        Raises:
+            InvalidFieldError: the driver knows no such process.
+            DeviceUnavailableError: there is no keeper any more.
+        """
+        try:
+            found = self._keeper.share(self.key, process_id)
+        except DriverRefusedError as cause:  # the process id came from the engine
+            raise InvalidFieldError(
+                f"the driver does not share memory with process {process_id} (error {cause.error})", field="device_pid"
+            ) from cause
+        except KeeperError as cause:
+            raise DeviceUnavailableError(
+                f"nobody can share the pool's memory any more: {cause}",
+                field="pool",
+                remedy="create the pool again, once the engines that have mapped it are gone",
+            ) from cause
+        return VmmShare(handle=found.handle, size_bytes=found.size_bytes)
+
+    def closed(self) -> None:
+        """See ``KeptMemory.closed``."""
+        if not self.outlives:
+            self._keeper.drop(self.key)
 
 
 class _Device:
@@ -35,6 +80,7 @@ class _Device:
         self.pool_bytes = 0
         self.registered: list[Held] = []
         self.failed: KvferryError | None = None
+        self.canary: Mapped | None = None
 
     @property
     def state(self) -> str:
@@ -57,8 +103,11 @@ class Devices:
         config: DevicesConfig,
         on_lost: Callable[[str, DeviceLostError], None],
         stuck_after_s: float = STUCK_AFTER_S,
+        keeper: DeviceKeeper | None = None,
     ) -> None:
+        """``keeper`` owns the memory of pools, where devices allow that; else this process does."""
         self._config = config
+        self._keeper = keeper
         self._stuck_after_s = stuck_after_s
         self._on_lost = on_lost
         self._lock = threading.Lock()
@@ -74,9 +123,9 @@ class Devices:
         return bool(self._devices)
 
     @property
-    def lost(self) -> bool:
-        """Return whether any device is lost."""
-        return any(device.accelerator.lost for device in list(self._devices.values()))
+    def lost(self) -> frozenset[str]:
+        """Return which devices are lost."""
+        return frozenset(name for name, device in list(self._devices.items()) if device.accelerator.lost)
 
     def open(self, name: str) -> Accelerator:
         """Return a device, ready to use.
@@ -106,9 +155,16 @@ class Devices:
                         field="spec",
                     )
                 device.pool_bytes += whole_bytes
+            kept: _Kept | None = None
             try:
-                mapped = device.accelerator.allocate(size_bytes)
+                kept = self._kept(device, whole_bytes)
+                if kept is None:
+                    mapped = device.accelerator.allocate(size_bytes)
+                else:
+                    mapped = device.accelerator.zeroed(_map_kept(device.accelerator, kept))
             except BaseException as cause:
+                if kept is not None:
+                    kept.closed()
                 self._release(device, whole_bytes)
                 if isinstance(cause, OutOfMemoryError):
                     cause.detail += f"; {name} has {memory.free} of {memory.total} bytes free, {size_bytes} are needed"
@@ -121,7 +177,57 @@ class Devices:
             size_bytes,
             device.stagings,
             lambda: self._release(device, whole_bytes),
+            kept=kept,
         )
+
+    def adopt(self, record: KeptRecord, size_bytes: int, identity: int) -> AcceleratorRegion:
+        """Return memory of a device that the keeper has from an earlier daemon.
+
+        Args:
+            record: where it is.
+            size_bytes: of the region, at most as many as are kept.
+            identity: of the region.
+
+        Raises:
+            KeeperError: the keeper has no such memory of that device and size.
+            DeviceUnavailableError: there is no such device, or the memory cannot be mapped.
+        """
+        name, key, kept_bytes = record.device, record.key, record.size_bytes
+        device = self._open(name)
+        if self._keeper is None or not device.accelerator.vendor.can_be_kept:
+            raise KeeperError(f"{name} has no keeper")
+        if self._keeper.found.get(key) != Kept(device.accelerator.index, kept_bytes):
+            raise KeeperError(f"the keeper has no {kept_bytes} bytes of {name} under the pool's key")
+        kept = _Kept(self._keeper, key, kept_bytes)
+        kept.outlives = True
+        with device.accelerator.calling():
+            mapped = _map_kept(device.accelerator, kept)
+            device.memory = device.accelerator.memory()
+        with self._lock:
+            device.pool_bytes += kept_bytes
+        return AcceleratorRegion(
+            device.accelerator,
+            [RegionSegment(0, mapped)],
+            size_bytes,
+            device.stagings,
+            lambda: self._release(device, kept_bytes),
+            kept=kept,
+            identity=identity,
+        )
+
+    @property
+    def has_strays(self) -> bool:
+        """Return whether the keeper has memory from earlier daemons."""
+        return self._keeper is not None and bool(self._keeper.pid and self._keeper.found)
+
+    def drop_all_but(self, keys: Collection[str]) -> int:
+        """Free what the keeper has from earlier daemons, but for these; return how many that were."""
+        if self._keeper is None or not self.has_strays:
+            return 0
+        stray = self._keeper.found.keys() - set(keys)
+        for key in stray:
+            self._keeper.drop(key)
+        return len(stray)
 
     def register(self, name: str, registered: Sequence[RegisteredSegment], size_bytes: int) -> AcceleratorRegion:
         """Return device memory that an engine registers, after asking the driver about it.
@@ -140,22 +246,32 @@ class Devices:
                     start = int(segments[-1].mapped.tensor.data_ptr())
                     _check_mapped(device.accelerator, segment, start)
                     held.append(Held(start, start + segment.array.size_bytes, segment.array.name))
-            check_apart([*device.registered, *held])
+            with self._lock:
+                check_apart([*device.registered, *held])
+                device.registered += held
         except BaseException:
-            AcceleratorRegion(device.accelerator, segments, size_bytes, device.stagings).close()
-            segments.clear()  # the error may be kept elsewhere; unmap now, on this thread
+            region = AcceleratorRegion(device.accelerator, segments, size_bytes, device.stagings)
+            segments.clear()  # the error may be kept elsewhere
+            region.close()
             raise
-        device.registered += held
 
         def on_close() -> None:
-            device.registered = [one for one in device.registered if one not in held]
+            with self._lock:
+                device.registered = [one for one in device.registered if one not in held]
 
         return AcceleratorRegion(device.accelerator, segments, size_bytes, device.stagings, on_close)
 
+    def let_go(self) -> bool:
+        """Free memory of engines that is let go of as soon as no copy waits for an engine; return whether all is."""
+        left = [device for device in list(self._devices.values()) if not device.accelerator.let_go()]
+        return not left
+
     def check(self, now_s: float) -> None:
-        """Detect device calls that do not return; to be called every ``CHECK_S`` or so."""
+        """Detect device calls that do not return, and a keeper that has ended; to be called every ``CHECK_S`` or so."""
         for device in list(self._devices.values()):
             device.accelerator.check(now_s)
+        if self._keeper is not None:
+            self._keeper.check()
 
     def status(self) -> Iterable[DeviceStatus]:
         """Yield the devices as STATUS shows them, with their memory as last queried."""
@@ -167,6 +283,7 @@ class Devices:
                 free_bytes=device.memory.free,
                 pool_bytes=device.pool_bytes,
                 reaches=device.accelerator.reached,
+                keeper=self._keeper_of(device),
             )
 
     def _open(self, name: str) -> _Device:
@@ -184,7 +301,46 @@ class Devices:
         device.failed = None
         if is_new:
             self._note_paths(device)
+            self._watch(device)
         return device
+
+    def _watch(self, device: _Device) -> None:
+        """Let the keeper see by some memory of this process's own when the driver has taken this process apart."""
+        accelerator = device.accelerator
+        if self._keeper is None or not accelerator.vendor.can_be_kept or not self._keeper.open():
+            return
+        try:
+            number = self._keeper.number(accelerator.index)
+            with accelerator.calling():
+                canary = device.canary = accelerator.vendor.allocate(accelerator.index, REGION_ALIGNMENT)
+                share = accelerator.vendor.share(canary, number)
+            assert isinstance(share, VmmShare), share
+            self._keeper.watch(accelerator.index, share.handle)
+        except (KeeperError, OutOfMemoryError, InvalidFieldError) as cause:
+            log.warning("nobody sees when copies of this daemon have ended", device=accelerator.name, cause=str(cause))
+
+    def _kept(self, device: _Device, size_bytes: int) -> _Kept | None:
+        """Return new memory of the keeper's; None where there is no keeper, or it has no room.
+
+        Raises:
+            OutOfMemoryError: the device has too little free memory.
+        """
+        if self._keeper is None or not device.accelerator.vendor.can_be_kept or not self._keeper.open():
+            return None
+        try:
+            return _Kept(self._keeper, self._keeper.make(device.accelerator.index, size_bytes), size_bytes)
+        except DriverRefusedError as cause:
+            if cause.error in OUT_OF_MEMORY:
+                raise OutOfMemoryError(str(cause)) from cause
+            log.warning("a pool does not outlive the daemon", device=device.accelerator.name, cause=str(cause))
+        except KeeperError as cause:
+            log.warning("a pool does not outlive the daemon", device=device.accelerator.name, cause=str(cause))
+        return None
+
+    def _keeper_of(self, device: _Device) -> str:
+        if self._keeper is None or not device.accelerator.vendor.can_be_kept:
+            return ""
+        return f"lost: {self._keeper.lost}" if self._keeper.lost else f"process {self._keeper.pid}"
 
     def _note_paths(self, opened: _Device) -> None:
         """Note whether copies between the opened device and each of the others go through host memory."""
@@ -198,6 +354,12 @@ class Devices:
     def _release(self, device: _Device, size_bytes: int) -> None:
         with self._lock:
             device.pool_bytes -= size_bytes
+
+
+def _map_kept(accelerator: Accelerator, kept: _Kept) -> Mapped:
+    """Map what the keeper has; within ``calling``."""
+    vendor = accelerator.vendor
+    return vendor.map(kept.share(vendor.process_id()), accelerator.index, kept.size_bytes)
 
 
 def _map(accelerator: Accelerator, registered: RegisteredSegment) -> Mapped:

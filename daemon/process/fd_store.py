@@ -21,7 +21,7 @@ from typing import Final, Protocol
 
 import structlog
 
-from kvferry.daemon.process import holder
+from kvferry.daemon.process import detached, holder
 from kvferry.daemon.process.access import HOLDER_SOCKET
 from kvferry.daemon.process.inherited import Inherited
 
@@ -29,7 +29,6 @@ PREFIX: Final = "kvferry."
 ANSWER_S: Final = 5.0
 """How long the keeper of the descriptors may take to answer."""
 
-_HOLDER_MODE: Final = 0o600
 _FULL: Final = frozenset({errno.EAGAIN, errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM})
 """What sending says where the other side is to read first."""
 
@@ -368,37 +367,12 @@ def open_store(
 
 
 def _connected(path: Path) -> socket.socket | None:
-    """Return a connection to the holder that listens there; None if none does."""
-    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-    channel.settimeout(ANSWER_S)
-    try:
-        channel.connect(os.fspath(path))
-    except (FileNotFoundError, ConnectionRefusedError):
-        channel.close()
-        return None
-    return channel
+    return detached.connected(path, ANSWER_S)
 
 
 def _started(path: Path) -> socket.socket:
     """Start a holder that listens at ``path``, and return a connection to it."""
-    path.unlink(missing_ok=True)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as listener:
-        before = os.umask(0o777 & ~_HOLDER_MODE)
-        try:
-            listener.bind(os.fspath(path))
-        finally:
-            os.umask(before)
-        path.chmod(_HOLDER_MODE)
-        subprocess.run(  # noqa: S603  ourselves, no shell
-            [sys.executable, "-I", "-S", holder.__file__, str(listener.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[listener.fileno()],
-            start_new_session=True,
-            check=True,
-            timeout=ANSWER_S,
-        )
+    detached.start(path, holder.__file__, timeout_s=ANSWER_S)
     channel = _connected(path)
     if channel is None:
         raise FdStoreError("the holder that was started does not listen")

@@ -2,7 +2,7 @@
 
 A full collection looks at every container there is, while the control loop stands still: a second for some millions of
 them. Hardly anything of the daemon's is garbage that only a collection finds, as things that have ended let go of each
-other. So what has outlived one full collection is not looked at by the next.
+other. So what has outlived one full collection is not looked at by the next, nor what was imported by any.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ THRESHOLDS: Final = (700, 10, 2)
 
 
 def collect_new_only() -> None:
-    """From now on, let collections look only at what is new since the last full one; asking twice does nothing."""
+    """From now on, collect, but look only at what is new: since now, and since the last full collection."""
     gc.set_threshold(*THRESHOLDS)
     if _keep not in gc.callbacks:
         gc.callbacks.append(_keep)
-    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def _keep(phase: str, info: dict[str, Any]) -> None:

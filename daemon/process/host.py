@@ -140,6 +140,10 @@ class ServiceManager:
         """Report that the daemon drains and will end."""
         self._send("STOPPING=1\nSTATUS=draining", SEND_S)
 
+    def succeeded_by(self, pid: int) -> None:
+        """Report that another process is the daemon from now on."""
+        self._send(f"MAINPID={pid}\nSTATUS=handed over", SEND_S)
+
     def _send(self, state: str, timeout_s: float) -> None:
         if not self._address:
             return

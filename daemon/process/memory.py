@@ -73,7 +73,20 @@ class HostMemory:
         Raises:
             OutOfMemoryError: see ``HostRegion.create``.
         """
-        region = (None if grows else self._of_reserved(name, size_bytes)) or self._of_others(name, size_bytes)
+        return self._near((None if grows else self._of_reserved(name, size_bytes)) or self._of_others(name, size_bytes))
+
+    def adopted(self, fd: int, size_bytes: int) -> HostRegion:
+        """Map a region that an earlier daemon made, and which grows; it owns ``fd`` from now on.
+
+        Raises:
+            KvferryError: see ``HostRegion``.
+        """
+        region = HostRegion(fd, size_bytes)
+        if self._huge_pages != "never":
+            region.advise_huge_pages()
+        return self._near(region)
+
+    def _near(self, region: HostRegion) -> HostRegion:
         if self._node is not None:
             try:
                 region.prefer_node(self._node)

@@ -4,14 +4,15 @@
 signal                    effect
 ========================  ==============================================================================================
 SIGTERM, SIGINT, SIGQUIT  an orderly end: running transfers get ``service.drain_timeout_s``; no core file
-SIGHUP, SIGUSR1, SIGUSR2  logged and ignored: there is no reload yet
+SIGHUP, SIGUSR1, SIGUSR2  logged and ignored: ``kvferry upgrade`` reads a new configuration
 timers, real-time, …      the same: all others that would end a process and have no meaning here
 SIGSEGV, SIGABRT, …       the default, as they indicate a fault, after where each thread stands was written to the log
 ========================  ==============================================================================================
 
 Before the control loop runs and after it has ended, the second kind is blocked; signals from before are logged as soon
-as the loop runs. The store process blocks them for its whole life, since it ends with its daemon, and `systemctl kill`
-and `docker kill` send to every process of a unit or container. SIGPIPE and SIGXFSZ are ignored by Python itself.
+as the loop runs. A daemon that takes another one's place blocks the first kind, too: it ends in order. The store
+process blocks the second kind for its whole life, since it ends with its daemon, and `systemctl kill` and `docker kill`
+send to every process of a unit or container. SIGPIPE and SIGXFSZ are ignored by Python itself.
 
 Libraries use signals too, and Mooncake unblocks SIGPROF in a thread of its own, so the store process ignores these
 signals as well. A signal with a library's handler is left to it, and real-time signals are not blocked in the store
@@ -46,13 +47,13 @@ IGNORED: Final = (
     signal.SIGSTKFLT,
     *REAL_TIME,
 )
-REMEDY: Final = "a new configuration is read by a restart only: systemctl restart kvferry@NAME, or SIGTERM and a start"
+REMEDY: Final = "kvferry upgrade, or systemctl reload kvferry@NAME, reads a new configuration"
 log = structlog.get_logger(__name__)
 
 
-def hold_back() -> None:
-    """Block the ignored signals on this thread and on all threads that it starts from now on."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+def hold_back(numbers: Iterable[int] = IGNORED) -> None:
+    """Block signals on this thread and all that it starts, until they are ``answered``."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
 
 def ignore_but_for_libraries() -> None:
@@ -87,7 +88,7 @@ def answered(loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> Iterat
     ignored = sorted({*IGNORED} - _of_libraries())
     for number in ignored:
         loop.add_signal_handler(number, _ignore, number)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*IGNORED, *ENDING))
     try:
         yield
     finally:
@@ -112,4 +113,4 @@ def _end(number: signal.Signals, stopping: asyncio.Event) -> None:
 def _ignore(number: int) -> None:
     known = number in set(signal.Signals)
     name = signal.Signals(number).name if known else f"SIGRTMIN+{number - signal.SIGRTMIN}"
-    log.warning("signal ignored", signal=name, cause="it has no meaning here: there is no reload yet", remedy=REMEDY)
+    log.warning("signal ignored", signal=name, cause="it has no meaning here", remedy=REMEDY)

@@ -56,13 +56,13 @@ class _Scope(NamedTuple):
 
     def has(self, block: CachedBlock) -> bool:
         """Return whether a block is one of them."""
-        return self._has_space(block.namespace) and (self.hashes is None or block.hash in self.hashes)
+        return self._has_namespace(block.namespace) and (self.hashes is None or block.hash in self.hashes)
 
-    def _has_space(self, space: Namespace) -> bool:
+    def _has_namespace(self, namespace: Namespace) -> bool:
         return (
-            space.tenant == self.tenant
-            and self.identity in {None, space.identity}
-            and self.layout_digest in {None, space.layout_digest}
+            namespace.tenant == self.tenant
+            and self.identity in {None, namespace.identity}
+            and self.layout_digest in {None, namespace.layout_digest}
         )
 
 
@@ -125,7 +125,7 @@ class CacheReports:
             going = [block for block in blocks if not block.pins]
             kept += len(blocks) - len(going)
             count, size_bytes = count + len(going), size_bytes + sum(block.size_bytes for block in going)
-            self._host.free_all([freed for block in going for freed in self._host.index.remove(block)])
+            self._host.remove(going)
             self._lower.remove(going)
         return Answer(CacheEvicted(blocks=count, size_bytes=size_bytes, kept=kept))
 
@@ -212,7 +212,7 @@ class CacheReports:
         return CachedBlockStatus(
             hash=block.hash.hex(),
             layout_digest=block.namespace.layout_digest,
-            space=block.namespace.space,
+            group=block.namespace.group,
             block_pages=block.namespace.block_pages,
             size_bytes=block.size_bytes,
             tiers=tuple(tier.value for tier in block.tiers),
@@ -227,7 +227,7 @@ class CacheReports:
             kind=change.kind.value,
             tier=change.tier.value,
             layout_digest=change.namespace.layout_digest,
-            space=change.namespace.space,
+            group=change.namespace.group,
             block_pages=change.namespace.block_pages,
             hashes=b"".join(change.hashes),
             parent=change.parent or b"",

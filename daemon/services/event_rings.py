@@ -16,7 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import structlog
@@ -43,9 +43,6 @@ from kvferry.protocol.session_messages import EventsOpened, OpenEvents
 from kvferry.protocol.session_stream import EventsFollow
 from kvferry.protocol.transfer_messages import LayerStep
 
-if TYPE_CHECKING:
-    import torch
-
 COUNTER = np.dtype("<i8")
 MAX_HELD = 1024
 POLL_S: Final = 100e-6
@@ -54,11 +51,10 @@ log = structlog.get_logger(__name__)
 
 
 class _Waiting(NamedTuple):
-    """A request and the device event it waits for: until it is done, or if ``recorded``, until it is recorded."""
+    """A request and the device event it waits for."""
 
     call: Call
     device_event: DeviceEvent
-    recorded: bool
 
 
 class _Ring:
@@ -87,22 +83,20 @@ class _Ring:
         if one.event >= self.slots:
             raise InvalidFieldError(f"event {one.event}; the session's ring has {self.slots}", field=field)
 
-    def recorded(self) -> list[int]:
-        values: list[int] = self.region.view().view(COUNTER).tolist()
-        return values
-
     def release(self) -> None:
         """Let the requests go on whose events are reached, in the order in which they came."""
         if not self.waiting:
             return
-        done, recorded = self.values(), self.recorded()
-        for future, (_, device_event, until_recorded) in self.waiting.items():
-            is_reached = (recorded if until_recorded else done)[device_event.event] >= device_event.value
-            if is_reached and not future.done():
+        done = self.values()
+        for future, (_, device_event) in self.waiting.items():
+            if done[device_event.event] >= device_event.value and not future.done():
                 future.set_result(None)
 
     def values(self) -> list[int]:
-        return self.recorded() if self.events is None else self.events.reached()
+        if self.events is not None:
+            return self.events.reached()
+        values: list[int] = self.region.view().view(COUNTER).tolist()
+        return values
 
     def close(self) -> None:
         os.close(self.eventfd)
@@ -152,14 +146,6 @@ class EventRings:
             ring.check(one, "steps")
         return ring.values()
 
-    def events(self, session_id: int) -> DeviceEvents | None:
-        """Return a session's events, where its ring is on a device.
-
-        Raises:
-            InvalidFieldError: it has no ring.
-        """
-        return self._ring(session_id, "after").events
-
     def after(self, handle: AsyncHandler) -> AsyncHandler:
         """Return a handler that waits for a request's device event, its ``after``, before it handles it."""
 
@@ -174,13 +160,8 @@ class EventRings:
 
         return handle_after
 
-    async def reached(self, call: Call, device_event: DeviceEvent | None, *, recorded: bool = False) -> None:
+    async def reached(self, call: Call, device_event: DeviceEvent | None) -> None:
         """Wait for a device event of the session of a request, if one is given.
-
-        Args:
-            call: the request.
-            device_event: the event to wait for, or None.
-            recorded: wait only until the event is recorded, because a stream then waits for the event itself.
 
         Raises:
             InvalidFieldError: the session has no such event.
@@ -190,12 +171,12 @@ class EventRings:
             return
         ring = self._ring(call.session.session_id, "after")
         ring.check(device_event, "after.event")
-        if (ring.recorded() if recorded else ring.values())[device_event.event] >= device_event.value:
+        if ring.values()[device_event.event] >= device_event.value:
             return
         if len(ring.waiting) >= MAX_HELD:
             raise OverloadedError(f"{MAX_HELD} requests of the session wait for its events")
         future = self._loop.create_future()
-        ring.waiting[future] = _Waiting(call, device_event, recorded)
+        ring.waiting[future] = _Waiting(call, device_event)
         try:
             await future
         finally:
@@ -290,7 +271,6 @@ class EventRings:
             self._check(session_id, ring)
         else:
             ring.events.wake()
-            ring.release()  # those that wait only until their event is recorded
 
     def _check(self, session_id: int, ring: _Ring) -> None:
         if self._rings.get(session_id) is ring:
@@ -347,10 +327,6 @@ class DeviceEvents:
     def slots(self) -> int:
         """Return the number of events."""
         return len(self._events)
-
-    def event(self, slot: int) -> torch.Event:
-        """Return an event, for a stream to wait for."""
-        return self._events[slot]
 
     def start(self, counters: HostRegion, on_reached: Callable[[], object]) -> None:
         """Poll the events whenever ``counters`` are ahead; ``on_reached`` is called on the polling thread.

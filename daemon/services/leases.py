@@ -19,7 +19,7 @@ from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.pools.tiers.blocks import BlockLayout
 from kvferry.pools.tiers.cached_block import CachedBlock, Namespace
 from kvferry.pools.tiers.index import PinnedBlocks
-from kvferry.protocol.errors import RETRY_LATER_MS, OverloadedError, UnknownLeaseError
+from kvferry.protocol.errors import RETRY_LATER_MS, OverloadedError, UnknownComponentError, UnknownLeaseError
 from kvferry.protocol.ids import new_number
 from kvferry.protocol.tier_messages import LEASE_S
 
@@ -34,26 +34,59 @@ UNPINNED_AT_ONCE = 1024
 """Blocks, in a turn of the loop."""
 
 
+class GroupBlocks(msgspec.Struct, eq=False):
+    """The blocks of one group that a LOOKUP has found, in the order of the prompt.
+
+    Attributes:
+        namespace: of the blocks.
+        layout: of the blocks.
+        last: how many before a prefix's end it needs; None: all.
+        first: the number of the first one in the prompt.
+        blocks: without a gap.
+    """
+
+    namespace: Namespace
+    layout: BlockLayout
+    last: int | None = None
+    first: int = 0
+    blocks: list[CachedBlock] = msgspec.field(default_factory=list)
+
+
 class Lease(msgspec.Struct):
-    """The blocks that an instance's LOOKUPs have pinned, in the order of the prompt.
+    """The blocks that an instance's LOOKUPs have pinned.
 
     Attributes:
         number: for the engine.
-        namespace: of the blocks.
-        layout: of the blocks.
-        blocks: pinned, each by the instance.
+        groups: their blocks, each pinned by the instance.
+        length: blocks of the prompt.
         owner_id: the instance.
         used_at_s: the loop's time.
         loads: LOADs of it that are under way.
     """
 
     number: int
-    namespace: Namespace
-    layout: BlockLayout
-    blocks: list[CachedBlock]
+    groups: list[GroupBlocks]
+    length: int = 0
     owner_id: int = 0
     used_at_s: float = 0.0
     loads: int = 0
+
+    @property
+    def pins(self) -> int:
+        """Return how many blocks it pins."""
+        return sum([len(one.blocks) for one in self.groups])
+
+    def group(self, name: str) -> GroupBlocks:
+        """Return a group's blocks.
+
+        Raises:
+            UnknownComponentError: it has none of that group.
+        """
+        for one in self.groups:
+            if one.namespace.group == name:
+                return one
+        names = ", ".join(one.namespace.group for one in self.groups)
+        raise UnknownComponentError(f"lease {self.number} has blocks of {names}, not of {name!r}", field="group")
 
 
 class _Unpinning(NamedTuple):
@@ -94,9 +127,11 @@ class Leases:
         """Yield the blocks that leases pin, and those that are to be unpinned; others may come and go meanwhile."""
         for owner_id, leases in list(self._of.items()):
             for lease in list(leases.values()):
-                yield PinnedBlocks(owner_id, lease.blocks)
+                for group in lease.groups:
+                    yield PinnedBlocks(owner_id, group.blocks)
         for lease in list(self._ended.values()):
-            yield PinnedBlocks(lease.owner_id, lease.blocks)
+            for group in lease.groups:
+                yield PinnedBlocks(lease.owner_id, group.blocks)
         for holder, blocks, done in tuple(self._unpinning):
             yield PinnedBlocks(holder, blocks[done:])
 
@@ -121,17 +156,20 @@ class Leases:
                 RETRY_LATER_MS
             )
 
-    def add(self, owner_id: int, namespace: Namespace, layout: BlockLayout) -> Lease:
-        """Return a new lease of an instance, without blocks."""
-        lease = Lease(next(self._numbers), namespace, layout, [], owner_id)
+    def add(self, owner_id: int, groups: list[GroupBlocks], length: int) -> Lease:
+        """Return a new lease of an instance over blocks that it has pinned."""
+        lease = Lease(next(self._numbers), groups, length, owner_id)
         self._of.setdefault(owner_id, {})[lease.number] = lease
+        self._blocks[owner_id] += lease.pins
         self._use(lease)
         return lease
 
-    def extend(self, lease: Lease, blocks: Sequence[CachedBlock]) -> None:
-        """Add blocks that the instance has pinned."""
-        lease.blocks.extend(blocks)
-        self._blocks[lease.owner_id] += len(blocks)
+    def extend(self, lease: Lease, groups: Sequence[GroupBlocks], length: int) -> None:
+        """Add the next blocks of the prompt, of the lease's groups in their order, which the instance has pinned."""
+        for group, more in zip(lease.groups, groups, strict=True):
+            group.blocks.extend(more.blocks)
+            self._blocks[lease.owner_id] += len(more.blocks)
+        lease.length += length
 
     def get(self, owner_id: int, number: int) -> Lease:
         """Return a lease of an instance, which is used now.
@@ -148,7 +186,7 @@ class Leases:
     def end(self, lease: Lease) -> None:
         """End a lease and unpin its blocks, many in the next turns of the loop; does nothing if it has ended."""
         if self._of.get(lease.owner_id, {}).pop(lease.number, None) is not None:
-            self._blocks[lease.owner_id] -= len(lease.blocks)
+            self._blocks[lease.owner_id] -= lease.pins
             self._unpin_all([lease])
 
     def instance_lost(self, owner_id: int) -> None:
@@ -207,7 +245,7 @@ class Leases:
             if lease.loads:
                 self._ended[lease.number] = lease
             else:
-                self._unpinning.append(_Unpinning(lease.owner_id, lease.blocks, 0))
+                self._unpinning.extend([_Unpinning(lease.owner_id, one.blocks, 0) for one in lease.groups])
         self._begin_unpinning()
 
     def _begin_unpinning(self) -> None:

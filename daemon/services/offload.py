@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -31,6 +31,7 @@ from kvferry.pools.planning.page_ids import check_distinct
 from kvferry.pools.planning.page_ranges import PageRange, lists_with_pages, page_ranges
 from kvferry.pools.pool import Pool, check_models
 from kvferry.pools.tiers.blocks import BlockPages
+from kvferry.pools.tiers.tier_record import FoundSnapshot
 from kvferry.protocol.base import PageList
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
@@ -94,11 +95,22 @@ class OffloadService:
         ):
             dispatcher.handle(kind, handler)
 
+    def adopt(self, found: Sequence[FoundSnapshot], owners: Collection[tuple[int, int]]) -> None:
+        """Go on with snapshots of the daemon before; ``owners``: each user and instance that there is."""
+        for one in found:
+            its = (one.head.tenant, one.head.owner)
+            snapshot = self.snapshots.adopt(one, one.head.owner if its in owners else None)
+            if snapshot.owner_id is None:
+                self._keep_for_a_while(snapshot)
+
     def instance_lost(self, owner_id: int) -> None:
         """Keep an instance's snapshots for a while: another instance of the same user may restore them."""
         for snapshot in [one for one in self.snapshots if one.owner_id == owner_id]:
             snapshot.owner_id = None
-            self._loop.call_later(self._grace_s, self._drop_orphan, snapshot)
+            self._keep_for_a_while(snapshot)
+
+    def _keep_for_a_while(self, snapshot: Snapshot) -> None:
+        self._loop.call_later(self._grace_s, self._drop_orphan, snapshot)
 
     def new_snapshot(self, call: Call, pool: Pool, lists: Sequence[PageRange]) -> Snapshot:
         """Return a new snapshot with memory for the pages of these lists.
@@ -136,6 +148,7 @@ class OffloadService:
     def drop(self, snapshot: Snapshot) -> bool:
         """Drop a snapshot; return whether its memory is freed later, because an operation reads or writes it."""
         snapshot.dropped = True
+        self._host.drop_snapshot(snapshot)
         if snapshot.readers or snapshot.state != "ready":
             return True
         self._free(snapshot)
@@ -163,6 +176,8 @@ class OffloadService:
         snapshot.settle()
         if snapshot.dropped:
             self.drop(snapshot)
+        else:
+            self._host.record_snapshot(snapshot)
 
     def failed(self, snapshot: Snapshot, error: KvferryError) -> None:
         """Remove a snapshot that will never be ready."""

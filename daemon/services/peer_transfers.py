@@ -107,7 +107,15 @@ class PeerMessenger:
     def announce_to(self, peer: Incarnation, receive_request: ReceiveRequest) -> None:
         """Announce a receive request to a connected daemon."""
         left_ms = max(1, round((receive_request.deadline_at - self._clock()) * 1000))
-        self._links.send(peer, Announce(receive_request=receive_request.name, deadline_ms=left_ms))
+        self._links.send(
+            peer,
+            Announce(
+                receive_request=receive_request.name,
+                deadline_ms=left_ms,
+                destinations=receive_request.destinations,
+                source_pools=receive_request.source_pools,
+            ),
+        )
 
     def send_to_peer(self, effect: SendToPeer) -> None:
         """Send a message to an incarnation, if it is still there; a chunk that is too large fails here."""

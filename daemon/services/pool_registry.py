@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -16,12 +17,15 @@ from kvferry.pools.devices.base import Region
 from kvferry.pools.planning.manifest import bytes_per_page
 from kvferry.pools.pool import Pool
 from kvferry.pools.tiers.own_folder import OwnFolder
-from kvferry.protocol.errors import ConfigError, PoolFullError, PoolLostError, UnknownPoolError
+from kvferry.protocol.errors import ConfigError, OverloadedError, PoolFullError, PoolLostError, UnknownPoolError
 from kvferry.protocol.session_messages import PoolStatus, SpaceStatus
 from kvferry.protocol.session_stream import RegionRequest
 
 MAX_REMEMBERED: Final = 1024
 """How many lost pools are remembered."""
+
+ADOPTION_LOOK_MS: Final = 500
+"""How soon to ask again for a pool that is being adopted."""
 
 NAMED: Final = 4
 """How many holders, or pools, a text names; the others are counted."""
@@ -109,6 +113,7 @@ class PoolRegistry:
         self._pools: dict[tuple[int, str], Pool] = {}
         self._older: set[tuple[int, str]] = set()
         """Of which a session may have attached an earlier one."""
+        self._coming: dict[tuple[int, str], asyncio.Future[None]] = {}
 
     def __iter__(self) -> Iterator[Pool]:
         """Yield the pools."""
@@ -118,15 +123,30 @@ class PoolRegistry:
         """Return a tenant's pool, or None."""
         return self._pools.get((tenant, name))
 
+    def expect(self, tenant: int, name: str) -> None:
+        """Record that a pool is being adopted: until ``came``, requests that name it wait or are told to come again."""
+        self._coming[tenant, name] = asyncio.get_running_loop().create_future()
+
+    def came(self, tenant: int, name: str) -> None:
+        """End what ``expect`` began: the pool is there, or is lost."""
+        self._coming.pop((tenant, name)).set_result(None)
+
+    def coming(self, tenant: int, name: str) -> asyncio.Future[None] | None:
+        """Return what ends when a pool that is being adopted is there or lost; None if it is not being adopted."""
+        return self._coming.get((tenant, name))
+
     def get(self, tenant: int, name: str) -> Pool:
         """Return a tenant's pool.
 
         Raises:
+            OverloadedError: it is being adopted.
             PoolLostError: its memory is gone, and the pool has not been made again since.
             UnknownPoolError: the tenant has no pool of that name.
         """
         pool = self._pools.get((tenant, name))
         if pool is None:
+            if (tenant, name) in self._coming:
+                raise OverloadedError(f"pool {name!r} of user {tenant} is being adopted").after(ADOPTION_LOOK_MS)
             why = self.lost.why(tenant, name)
             if why is not None:
                 raise PoolLostError(f"pool {name!r} of user {tenant} {why}", field="pool")

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from functools import partial
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import structlog
 
 from kvferry.daemon.control import first_step
-from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
+from kvferry.daemon.control.dispatch import Answer, AsyncHandler, Call, Dispatcher, expect
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Session
-from kvferry.daemon.process.descriptors import PER_POOL, Descriptors
+from kvferry.daemon.process.descriptors import PER_POOL, PER_REGION, Descriptors
 from kvferry.daemon.process.devices import Devices
 from kvferry.daemon.process.memory import HostMemory
 from kvferry.daemon.process.shares import share
@@ -47,7 +47,7 @@ from kvferry.pools.devices.host import STEP_BYTES, HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.manifest import total_bytes
 from kvferry.pools.pool import Pool
-from kvferry.pools.pool_file import PoolRecord, manifest_digest
+from kvferry.pools.pool_file import KeptRecord, PoolRecord, manifest_digest
 from kvferry.protocol.errors import (
     RETRY_AT_ONCE_MS,
     InternalError,
@@ -162,7 +162,21 @@ class PoolService:
             ("FREE", rings.after(self._free)),
             ("LIST_OWNED", self._list_owned),
         ):
-            dispatcher.handle(kind, handler)
+            dispatcher.handle(kind, self._when_adopted(handler))
+
+    def _when_adopted(self, handle: AsyncHandler) -> AsyncHandler:
+        """Return a handler that waits for the request's pool where that is being adopted."""
+
+        async def handle_then(call: Call, adopted: asyncio.Future[None]) -> Answer | None:
+            await asyncio.shield(adopted)
+            answer = handle(call)
+            return answer if answer is None or isinstance(answer, Answer) else await answer
+
+        def handle_adopted(call: Call) -> Coroutine[Any, Any, Answer | None] | Answer | None:
+            adopted = self._pools.coming(call.session.tenant, getattr(call.body, "pool", ""))
+            return handle(call) if adopted is None else handle_then(call, adopted)
+
+        return handle_adopted
 
     def session_lost(self, session_id: int) -> None:
         """Remove the pools that a session registered: their memory belongs to its process, not to its instance."""
@@ -176,11 +190,12 @@ class PoolService:
         for creation in self._creations.values():
             if creation.traits.ends_with == owner_id:
                 creation.stopped.set()
-        for pool in list(self._pools):
+        for pool in (*self._pools, *self._leaving):
             if pool.region.device == HOST:
                 _release(pool, owner_id)
             else:
                 asyncio.get_running_loop().call_later(DEVICE_GRACE_S, _release, pool, owner_id)
+        for pool in list(self._pools):
             if pool.ends_with == owner_id:
                 self._pools.lost.deleted(pool.tenant, pool.name)
                 log.info("pool deleted", pool=pool.name, tenant=pool.tenant, cause="its instance has ended")
@@ -341,14 +356,14 @@ class PoolService:
 
     async def _make(self, key: tuple[int, str], creation: _Creation, body: CreatePool) -> Pool | KvferryError:
         """Make a pool; return why there is none where there is none, as those who ask for it may have left."""
-        size_bytes = creation.traits.manifest.region_bytes
         try:
             region: Region
             if body.device == HOST:
                 region = await self._on_host(key, creation, body)
             else:
-                region = await self._on_device(lambda: self._devices.allocate(body.device, size_bytes))
+                region = await self._on_device(partial(self._device_memory, key, creation, body))
             pool = _pool_of(key, creation.traits, region, creation.file)
+            self._count_record(pool)
             self._add(pool, is_wanted=not creation.stopped.is_set())
         except KvferryError as error:
             return error
@@ -383,6 +398,27 @@ class PoolService:
             raise
         except Exception as cause:
             raise OutOfMemoryError(f"no memory: {cause}") from cause
+
+    def _count_record(self, pool: Pool) -> None:
+        """Promise what a pool on a device has of descriptors: its record; of a host pool that was done before."""
+        if pool.file is None or isinstance(pool.region, HostRegion):
+            return
+        try:
+            self._descriptors.take(pool.file, pool.tenant, "pools", PER_REGION)
+        except KvferryError:
+            self._discard(pool)
+            raise
+
+    def _device_memory(self, key: tuple[int, str], creation: _Creation, body: CreatePool) -> AcceleratorRegion:
+        region = self._devices.allocate(body.device, creation.traits.manifest.region_bytes)
+        try:
+            if self._adoption is not None and region.kept is not None:
+                record = _record_of(key, body, creation.traits, region)
+                creation.file = self._adoption.keep(region, record, creation.traits.manifest)
+        except BaseException:
+            region.close()
+            raise
+        return region
 
     def _filled(self, creation: _Creation, region: HostRegion, record: PoolRecord) -> HostRegion:
         try:
@@ -618,7 +654,8 @@ def _registered(call: Call, body: RegisterPool, manifest: Manifest) -> PoolTrait
     return PoolTraits(manifest, body.device, body.model, body.max_payload_bytes, registered_by=call.session.session_id)
 
 
-def _record_of(key: tuple[int, str], body: CreatePool, traits: PoolTraits, region: HostRegion) -> PoolRecord:
+def _record_of(key: tuple[int, str], body: CreatePool, traits: PoolTraits, region: Region) -> PoolRecord:
+    kept = region.kept if isinstance(region, AcceleratorRegion) else None
     return PoolRecord(
         name=key[1],
         tenant=key[0],
@@ -628,6 +665,7 @@ def _record_of(key: tuple[int, str], body: CreatePool, traits: PoolTraits, regio
         ends_with=traits.ends_with,
         memory=region.identity,
         manifest=manifest_digest(traits.manifest),
+        kept=None if kept is None else KeptRecord(device=region.device, key=kept.key, size_bytes=kept.size_bytes),
     )
 
 

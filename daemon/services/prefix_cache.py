@@ -1,8 +1,9 @@
 """The prefix cache: LOOKUP and UNPIN, STORE and LOAD.
 
-A LOOKUP finds the longest cached prefix, and pins it for the instance until UNPIN or the instance's end. The blocks of
-a STORE become visible in their order, once the bytes of all are there. A LOAD brings the leading blocks that are
-intact, and reports CACHE_MISS for the rest. Of a long prompt some blocks are done in each turn of the loop.
+A LOOKUP finds the longest prefix that is cached in all groups, and pins what they need of it for the instance until
+UNPIN or the instance's end. The blocks of a STORE become visible in their order, once the bytes of all are there. A
+LOAD brings the leading blocks that are intact, and reports CACHE_MISS for the rest. Of a long prompt some blocks are
+done in each turn of the loop.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import itertools
 from collections import deque
 from collections.abc import Coroutine, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -22,7 +23,7 @@ import structlog
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.services.event_rings import EventRings
-from kvferry.daemon.services.leases import Lease, Leases
+from kvferry.daemon.services.leases import GroupBlocks, Lease, Leases
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.tiers.copier import BlockJob, BlockSegment
 from kvferry.daemon.tiers.host_tier import HostTier, SpaceRequest
@@ -39,6 +40,7 @@ from kvferry.pools.tiers.cached_block import (
     identity_of,
     offsets_of,
 )
+from kvferry.pools.tiers.group_prefix import longest_prefix
 from kvferry.pools.tiers.index import PinnedBlocks
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
@@ -54,6 +56,7 @@ from kvferry.protocol.events import TierDone
 from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.tier_messages import (
     HASH_BYTES,
+    CacheGroup,
     Found,
     Load,
     Lookup,
@@ -69,42 +72,38 @@ BLOCKS_AT_ONCE = 1024
 log = structlog.get_logger(__name__)
 
 
-class _Chain(NamedTuple):
-    """The blocks that a LOOKUP or a STORE names."""
-
-    pool: Pool
-    layout: BlockLayout
-    namespace: Namespace
-    hashes: list[bytes]
-
-
 class _Looking:
     """A LOOKUP in progress.
 
     Attributes:
+        groups: what it has found of each; with ``body.pin`` each block is pinned by the instance.
         lease: that it extends, if any.
-        blocks: those that it has found; with ``body.pin`` each is pinned by the instance.
-        host: how many of them are in the host tier, of those that were counted as used.
+        parent: the hash before the first one, if it is known.
+        length: how many leading blocks may still be found.
+        host: how many of the blocks are in the host tier, of those that were counted as used.
         disk: how many of these have their fastest copy on disk.
     """
 
-    def __init__(self, call: Call, body: Lookup, chain: _Chain, lease: Lease | None) -> None:
+    def __init__(
+        self, call: Call, body: Lookup, hashes: list[bytes], groups: list[GroupBlocks], lease: Lease | None
+    ) -> None:
         self.call = call
         self.body = body
-        self.chain = chain
+        self.hashes = hashes
+        self.groups = groups
         self.lease = lease
-        self.blocks: list[CachedBlock] = []
+        self.parent = lease.groups[0].blocks[-1].hash if lease is not None and lease.length else None
+        self.length = len(hashes)
         self.host = self.disk = 0
 
-    def asked(self, count: int) -> list[bytes]:
-        """Return the hashes after the blocks that were found, at most so many."""
-        found = len(self.blocks)
-        return self.chain.hashes[found : found + count]
-
     @property
-    def has_rest(self) -> bool:
-        """Return whether not all was found."""
-        return len(self.blocks) < len(self.chain.hashes)
+    def count(self) -> int:
+        """Return how many blocks it has found, of all groups."""
+        return sum([len(one.blocks) for one in self.groups])
+
+    def rest(self, group: GroupBlocks) -> list[bytes]:
+        """Return the hashes after the leading blocks that were found of a group."""
+        return self.hashes[len(group.blocks) : self.length]
 
 
 class _Storing:
@@ -190,7 +189,8 @@ class PrefixCache:
         yield from self.leases.pinned()
         for looking in list(self._looking.values()):
             if looking.body.pin:
-                yield PinnedBlocks(looking.call.session.owner_id, looking.blocks)
+                for group in looking.groups:
+                    yield PinnedBlocks(looking.call.session.owner_id, group.blocks)
 
     def writing(self) -> Iterator[Sequence[CachedBlock]]:
         """Yield the blocks of STOREs that are not visible yet, or of those that have failed are not given up yet."""
@@ -207,169 +207,226 @@ class PrefixCache:
         """Take no note of the time any more."""
         self.leases.close()
 
-    def _chain(self, call: Call, body: Lookup | Store) -> _Chain:
-        """Return the blocks that a request names."""
-        pool = self._pools.named_by(call.session, body.pool)
+    def _group(self, pool: Pool, named: CacheGroup | Store, field: str, last: int | None = None) -> GroupBlocks:
+        """Return a group of a pool, without blocks; from now on the host tier knows it."""
         self._host.region  # noqa: B018  raises TierOffError
-        hashes = hashes_of(body.hashes)
-        layout = pool.block_layout(body.space)
-        namespace = namespace_of(pool, body.space, body.block_pages)
+        layout = pool.block_layout(named.group, field)
+        namespace = namespace_of(pool, named.group, named.block_pages)
         if not self._host.knows(namespace):
             self._host.know(namespace, layout.block_bytes, model_of(pool).label)
-        return _Chain(pool, layout, namespace, hashes)
+        return GroupBlocks(namespace, layout, last)
 
     # -- LOOKUP, UNPIN
 
     def _lookup(self, call: Call) -> Answer | Coroutine[Any, Any, Answer]:
         body = expect(call, Lookup)
-        chain = self._chain(call, body)
+        pool = self._pools.named_by(call.session, body.pool)
+        hashes = hashes_of(body.hashes)
+        groups = [self._group(pool, one, f"groups[{at}].group", one.last) for at, one in enumerate(body.groups)]
+        if len({one.namespace.group for one in groups}) < len(groups):
+            raise InvalidFieldError("a group is named twice", field="groups")
         lease = None
         if body.lease is not None:
             lease = self.leases.get(call.session.owner_id, body.lease)
-            if lease.namespace != chain.namespace:
-                raise InvalidFieldError(
-                    f"lease {lease.number} has blocks of another namespace: {lease.namespace}", field="lease"
-                )
+            _check_extension(lease, groups)
         elif body.pin:
             self.leases.check_number(call.session.owner_id)
-        looking = _Looking(call, body, chain, lease)
-        more = self._look(looking)
-        if not more and not self._lower_may_have(looking):
-            self._use_some(looking, looking.blocks)
-            return self._found(looking)
-        return self._look_on(looking, more=more)
+        looking = _Looking(call, body, hashes, groups, lease)
+        if len(groups) > 1 or groups[0].last is not None:
+            return self._look_on(looking)
+        group = groups[0]
+        if self._look(looking, group) or self._lower_may_have(looking, group):
+            return self._look_on(looking)
+        self._use_some(looking, group.blocks)
+        return self._found(looking, len(group.blocks))
 
-    def _look(self, looking: _Looking) -> bool:
-        """Find the next blocks of a lookup; return whether there may be more. Raises what ``_take`` does."""
-        asked = looking.asked(BLOCKS_AT_ONCE)
-        found = self._host.index.longest_prefix(looking.chain.namespace, asked)
-        self._take(looking, found)
-        return len(found) == len(asked) and looking.has_rest
+    def _look(self, looking: _Looking, group: GroupBlocks) -> bool:
+        """Find the next leading blocks of a group; return whether there may be more. Raises what ``_take`` does."""
+        asked = looking.rest(group)[:BLOCKS_AT_ONCE]
+        found = self._host.index.longest_prefix(group.namespace, asked)
+        self._take(looking, group, found)
+        return len(found) == len(asked) and bool(looking.rest(group))
 
-    def _lower_may_have(self, looking: _Looking) -> bool:
+    def _lower_may_have(self, looking: _Looking, group: GroupBlocks) -> bool:
         """Return whether lower tiers may have blocks that the index does not know."""
-        return looking.has_rest and self._lower.may_find
+        return bool(looking.rest(group)) and self._lower.may_find
 
-    def _take(self, looking: _Looking, blocks: Sequence[CachedBlock]) -> None:
-        """Pin blocks that a lookup has found, at most BLOCKS_AT_ONCE, and start their promotion.
+    def _take(self, looking: _Looking, group: GroupBlocks, blocks: Sequence[CachedBlock]) -> None:
+        """Pin the next blocks that a lookup has found of a group, at most BLOCKS_AT_ONCE.
 
         Raises:
             OverloadedError: the instance has reached its bound of pinned blocks.
         """
         session = looking.call.session
         if looking.body.pin:
-            self.leases.check_blocks(session.owner_id, len(looking.blocks) + len(blocks))
+            self.leases.check_blocks(session.owner_id, looking.count + len(blocks))
             self._host.check_share(session.tenant, sum([one.size_bytes for one in blocks if one.evictable]))
             self._host.index.pin(blocks, session.owner_id)
-            for block in blocks:
-                if not block.in_host:
-                    self._lower.promote(block)
-        looking.blocks.extend(blocks)
+        group.blocks.extend(blocks)
 
-    async def _look_on(self, looking: _Looking, *, more: bool) -> Answer:
-        """Go on with a lookup, some blocks in each turn of the loop; ``more``: in the index."""
+    def _give(self, looking: _Looking, group: GroupBlocks, kept: int = 0) -> None:
+        """Take back what a lookup has found of a group, but the first blocks."""
+        given = group.blocks[kept:]
+        del group.blocks[kept:]
+        if given and looking.body.pin:
+            self.leases.unpin(looking.call.session.owner_id, given)
+
+    async def _look_on(self, looking: _Looking) -> Answer:
+        """Go on with a lookup, some blocks in each turn of the loop."""
         key = (looking.call.session.session_id, looking.call.message_id)
         self._looking[key] = looking
         is_kept = False
         try:
             await asyncio.sleep(0)  # what may time out, as lower tiers do, needs a task
-            while more:
-                more = self._look(looking)
-                await asyncio.sleep(0)
-            if self._lower_may_have(looking):
-                await self._look_below(looking)
-            for start in reversed(range(0, len(looking.blocks), BLOCKS_AT_ONCE)):
-                self._use_some(looking, looking.blocks[start : start + BLOCKS_AT_ONCE])
-                await asyncio.sleep(0)
-            answer = self._found(looking)
+            for group in looking.groups:
+                if group.last is None:
+                    await self._look_ahead(looking, group)
+            await self._look_back(looking, [one for one in looking.groups if one.last is not None])
+            for group in looking.groups:
+                self._give(looking, group, kept=looking.length - group.first)
+                for start in reversed(range(0, len(group.blocks), BLOCKS_AT_ONCE)):
+                    self._use_some(looking, group.blocks[start : start + BLOCKS_AT_ONCE])
+                    await asyncio.sleep(0)
+            answer = self._found(looking, looking.length)
             is_kept = looking.body.pin
             return answer
         finally:
             del self._looking[key]
-            if looking.body.pin and not is_kept:
-                self.leases.unpin(looking.call.session.owner_id, looking.blocks)
+            if not is_kept:
+                for group in looking.groups:
+                    self._give(looking, group)
 
-    async def _look_below(self, looking: _Looking) -> None:
+    async def _look_ahead(self, looking: _Looking, group: GroupBlocks) -> None:
+        """Find the leading blocks of a group that needs all: the prefix is no longer than they reach."""
+        more = self._look(looking, group)
+        while more:
+            await asyncio.sleep(0)
+            more = self._look(looking, group)
+        if self._lower_may_have(looking, group):
+            await self._look_below(looking, group)
+        looking.length = len(group.blocks)
+
+    async def _look_below(self, looking: _Looking, group: GroupBlocks) -> None:
         """Ask lower tiers for the blocks after those that were found."""
-        lease, near = looking.lease, looking.blocks
-        parent = near[-1].hash if near else lease.blocks[-1].hash if lease is not None and lease.blocks else None
-        rest = looking.chain.hashes[len(near) :]
-        far = await self._lower.find(looking.chain.namespace, rest, parent, looking.chain.layout.block_bytes)
+        near, rest = group.blocks, looking.rest(group)
+        parent = near[-1].hash if near else looking.parent
+        far = await self._lower.find(group.namespace, rest, parent, group.layout.block_bytes)
         gone = next((number for number, one in enumerate(near) if one.state is not BlockState.READY), None)
         if gone is not None:
-            looking.blocks = near[:gone]
-            if looking.body.pin:
-                self.leases.unpin(looking.call.session.owner_id, near[gone:])
+            self._give(looking, group, kept=gone)
             return
         for start in range(0, len(far), BLOCKS_AT_ONCE):
             some = far[start : start + BLOCKS_AT_ONCE]
             ready = list(itertools.takewhile(lambda one: one.state is BlockState.READY, some))
-            self._take(looking, ready)
+            self._take(looking, group, ready)
             if len(ready) < len(some):
                 return
             await asyncio.sleep(0)
 
+    async def _look_back(self, looking: _Looking, groups: Sequence[GroupBlocks]) -> None:
+        """Find the longest prefix of which these groups have the last blocks that they need, and take those."""
+        there = [await self._there(looking, one) for one in groups]
+        is_taken = False
+        while not is_taken:
+            looking.length = longest_prefix(looking.length, [one.last or 0 for one in groups], there)
+            is_taken = True
+            for group, has in zip(groups, there, strict=True):
+                self._give(looking, group)
+                is_taken = is_taken and await self._take_last(looking, group, has)
+            await asyncio.sleep(0)
+
+    async def _there(self, looking: _Looking, group: GroupBlocks) -> npt.NDArray[np.bool_]:
+        """Return which blocks of the prefix are cached, (length,)."""
+        hashes, namespace, index = looking.hashes[: looking.length], group.namespace, self._host.index
+        if hashes and self._lower.may_find:
+            await self._lower.find(namespace, hashes, looking.parent, group.layout.block_bytes, gaps=True)
+        has = np.zeros(len(hashes), np.bool_)
+        for start in range(0, len(hashes), BLOCKS_AT_ONCE):
+            some = hashes[start : start + BLOCKS_AT_ONCE]
+            has[start : start + len(some)] = [index.get(namespace, one) is not None for one in some]
+            await asyncio.sleep(0)
+        return has
+
+    async def _take_last(self, looking: _Looking, group: GroupBlocks, has: npt.NDArray[np.bool_]) -> bool:
+        """Take the last blocks of the prefix; return whether all were still there, and say in ``has`` which are."""
+        assert group.last is not None, group
+        group.first = max(0, looking.length - group.last)
+        for start in range(group.first, looking.length, BLOCKS_AT_ONCE):
+            some = looking.hashes[start : min(start + BLOCKS_AT_ONCE, looking.length)]
+            blocks = [self._host.index.get(group.namespace, one) for one in some]
+            has[start : start + len(some)] = [one is not None for one in blocks]
+            there = [one for one in blocks if one is not None]
+            if len(there) < len(some):
+                return False
+            self._take(looking, group, there)
+            await asyncio.sleep(0)
+        return True
+
     def _use_some(self, looking: _Looking, blocks: Sequence[CachedBlock]) -> None:
-        """Take note that blocks were used, and in which tiers they are; those of a prompt's end come first."""
+        """Take note that blocks of a group are used, which brings them up; those of a prompt's end come first."""
         self._host.index.touch(blocks)
         self._lower.used(blocks)
         lower = [one for one in blocks if not one.in_host]
         looking.host += len(blocks) - len(lower)
         looking.disk += sum([one.on_disk for one in lower])
+        if looking.body.pin:
+            for block in lower:
+                self._lower.promote(block)
 
-    def _found(self, looking: _Looking) -> Answer:
+    def _found(self, looking: _Looking, length: int) -> Answer:
         """Make what a lookup has pinned a lease, or more of one, and return the reply.
 
         Raises:
             OverloadedError: the instance has reached its bound of leases or pinned blocks.
             UnknownLeaseError: the lease has ended meanwhile.
         """
-        call, body, blocks, lease = looking.call, looking.body, looking.blocks, looking.lease
+        call, body, groups, lease = looking.call, looking.body, looking.groups, looking.lease
         owner_id = call.session.owner_id
         if lease is not None:
             self.leases.get(owner_id, lease.number)
         if body.pin:
-            self.leases.check_blocks(owner_id, len(blocks))
+            self.leases.check_blocks(owner_id, looking.count)
             if lease is None:
                 self.leases.check_number(owner_id)
         self._counters.add("cache.lookups")
-        self._counters.add("cache.asked_blocks", len(looking.chain.hashes))
-        self._counters.add("cache.hit_blocks", len(blocks))
-        if body.pin and (blocks or lease is not None):
-            if lease is None:
-                lease = self.leases.add(owner_id, looking.chain.namespace, looking.chain.layout)
-            self.leases.extend(lease, blocks)
+        self._counters.add("cache.asked_blocks", len(looking.hashes))
+        self._counters.add("cache.hit_blocks", length)
+        if body.pin and lease is not None:
+            self.leases.extend(lease, groups, length)
+        elif body.pin and length:
+            lease = self.leases.add(owner_id, groups, length)
         return Answer(
             Found(
-                blocks=len(blocks),
+                blocks=length,
                 lease=lease.number if lease is not None else 0,
                 host=looking.host,
                 disk=looking.disk,
-                remote=len(blocks) - looking.host - looking.disk,
-                lease_blocks=len(lease.blocks) if lease is not None else 0,
+                remote=looking.count - looking.host - looking.disk,
+                lease_blocks=lease.length if lease is not None else 0,
             )
         )
 
     def _unpin(self, call: Call) -> Answer:
         lease = self.leases.get(call.session.owner_id, expect(call, Unpin).lease)
         self.leases.end(lease)
-        return Answer(Unpinned(blocks=len(lease.blocks)))
+        return Answer(Unpinned(blocks=lease.length))
 
     # -- STORE
 
     def _store(self, call: Call) -> Answer:
         body = expect(call, Store)
-        pool, layout, namespace, hashes = self._chain(call, body)
+        pool = self._pools.named_by(call.session, body.pool)
+        group, hashes = self._group(pool, body, "group"), hashes_of(body.hashes)
         ids = ids_by_block(call.ids[0], len(hashes), body.block_pages)
         if body.parent and len(body.parent) != HASH_BYTES:
             raise InvalidFieldError(f"{len(body.parent)} bytes; a hash has {HASH_BYTES}", field="parent")
         operation = self._operations.of_request(call, "store", pool.name, len(call.ids[0]))
         with contextlib.ExitStack() as holds:
             pages = holds.enter_context(operation.pages)
-            pages.add(pool.space(body.space), call.session.owner_id, call.ids[0], "pages")
-            storing = _Storing(pool, layout, ids)
+            pages.add(pool.space(group.layout.space), call.session.owner_id, call.ids[0], "pages")
+            storing = _Storing(pool, group.layout, ids)
             holds.enter_context(self._being_stored(storing, operation.name))
-            steps = self._begin(storing, namespace, hashes, body.parent or None)
+            steps = self._begin(storing, group.namespace, hashes, body.parent or None)
             waits = next(steps, self) is not self
             if not waits:
                 self._take_memory(storing)
@@ -467,7 +524,7 @@ class PrefixCache:
         at = [number for number, one in enumerate(some, start) if one.state is BlockState.WRITING]
         self._host.index.abandon([storing.fresh[number] for number in at])
         if len(storing.offsets):
-            self._host.arena.free(storing.offsets[at].reshape(-1), size_bytes)
+            self._host.free(storing.offsets[at].reshape(-1), size_bytes)
         else:
             self._host.not_awaited(storing.pool.tenant, SpaceRequest(len(at) * storing.ids.shape[1], size_bytes))
         return bool(self._abandoned)
@@ -477,7 +534,7 @@ class PrefixCache:
         start, stop = storing.over, storing.over + BLOCKS_AT_ONCE
         some, offsets, job = storing.fresh[start:stop], storing.offsets, storing.job
         digests = job.digests[0].reshape(offsets.shape)[start:stop] if job is not None and job.digests else None
-        self._host.index.commit(some, offsets[start:stop], digests)
+        self._host.commit(some, offsets[start:stop], digests)
         storing.over += len(some)
         self._counters.add("cache.stored_blocks", len(some))
         self._lower.stored(some)
@@ -488,27 +545,34 @@ class PrefixCache:
         body = expect(call, Load)
         lease = self.leases.get(call.session.owner_id, body.lease)
         pool = self._pools.named_by(call.session, body.pool)
-        _check_namespace(pool, lease.namespace)
-        pages = lease.namespace.block_pages
+        group = lease.group(body.group)
+        _check_namespace(pool, group.namespace)
+        if body.first_block < group.first:
+            raise InvalidFieldError(
+                f"{body.first_block}; of {body.group!r} the lease has the blocks from {group.first} on",
+                field="first_block",
+            )
+        pages = group.namespace.block_pages
         count, rest = divmod(len(call.ids[0]), pages)
-        blocks = lease.blocks[body.first_block : body.first_block + count]
+        first = body.first_block - group.first
+        blocks = group.blocks[first : first + count]
         if rest or not count or len(blocks) < count:
             raise LengthMismatchError(
-                f"{len(call.ids[0])} pages; the lease has {max(0, len(lease.blocks) - body.first_block)} blocks of "
+                f"{len(call.ids[0])} pages; the lease has {max(0, len(group.blocks) - first)} blocks of "
                 f"{pages} pages from block {body.first_block} on",
                 field="pages",
             )
         operation = self._operations.of_request(call, "load", pool.name, len(call.ids[0]))
-        loading = _Loading(pool, lease, blocks, call.ids[0])
+        loading = _Loading(pool, group, blocks, call.ids[0])
         with contextlib.ExitStack() as holds:
             hold = holds.enter_context(operation.pages)
-            hold.add(pool.space(lease.namespace.space), call.session.owner_id, call.ids[0], "pages")
-            self._operations.begin(operation, holds, self._copy_up(operation, loading, unpin=body.unpin))
+            hold.add(pool.space(group.layout.space), call.session.owner_id, call.ids[0], "pages")
+            self._operations.begin(operation, holds, self._copy_up(operation, loading, lease, unpin=body.unpin))
         return Answer(OperationStarted(operation=operation.number))
 
-    async def _copy_up(self, operation: Operation, loading: _Loading, *, unpin: bool) -> TierDone:
+    async def _copy_up(self, operation: Operation, loading: _Loading, lease: Lease, *, unpin: bool) -> TierDone:
         """Bring blocks of lower tiers into the host tier, some in each turn of the loop, and copy them then."""
-        lease, blocks = loading.lease, loading.blocks
+        group, blocks = loading.group, loading.blocks
         with self.leases.loading(lease, ends=unpin):
             for start in range(0, len(blocks), BLOCKS_AT_ONCE):
                 if start:
@@ -523,12 +587,12 @@ class PrefixCache:
             if loading.there:
                 await self._copy(operation, loading)
         count, there = len(blocks), loading.there
-        pages = there * lease.namespace.block_pages
+        pages = there * group.namespace.block_pages
         error = None
         if there < count:
             self._counters.add("cache.missed_blocks", count - there)
             error = CacheMissError(f"block {there} of {count} is gone, or does not fit into the host tier").info()
-        moved_bytes = pages * lease.layout.content_bytes
+        moved_bytes = pages * group.layout.content_bytes
         return msgspec.structs.replace(
             operation.done, loaded=there, copied_pages=pages, moved_bytes=moved_bytes, error=error
         )
@@ -543,8 +607,8 @@ class PrefixCache:
 
     async def _copy(self, operation: Operation, loading: _Loading) -> None:
         """Copy the leading blocks that are in the host tier."""
-        namespace = loading.lease.namespace
-        layout, pages = loading.pool.block_layout(namespace.space), namespace.block_pages
+        namespace = loading.group.namespace
+        layout, pages = loading.pool.block_layout(namespace.group), namespace.block_pages
         offsets, digests = np.concatenate(loading.offsets), np.concatenate(loading.digests)
         segment = BlockSegment(loading.pool.region, BlockPages(layout, loading.ids[: loading.there * pages], offsets))
         known = self._host.checksums and len(digests) == len(segment.pages.ids)
@@ -562,9 +626,25 @@ class PrefixCache:
             "a cached block was damaged in memory", cause=error.detail, remedy="check the host's memory (ECC errors)"
         )
         page = int(error.field.partition("[")[2].rstrip("]"))
-        block = loading.blocks[page // loading.lease.namespace.block_pages]
-        self._host.free_all(self._host.index.remove(block))
+        block = loading.blocks[page // loading.group.namespace.block_pages]
+        self._host.remove([block])
         self._lower.remove([block])
+
+
+def _check_extension(lease: Lease, groups: Sequence[GroupBlocks]) -> None:
+    """Check that a lookup of these groups can extend a lease.
+
+    Raises:
+        InvalidFieldError: the lease has other groups, or not all blocks of one.
+    """
+    if [one.namespace for one in lease.groups] != [one.namespace for one in groups]:
+        theirs = ", ".join(map(str, (one.namespace for one in lease.groups)))
+        raise InvalidFieldError(f"lease {lease.number} has blocks of another namespace: {theirs}", field="lease")
+    if any(one.last is not None for one in (*lease.groups, *groups)):
+        raise InvalidFieldError(
+            "a group that needs the last blocks alone cannot be extended: look all hashes up, without a lease",
+            field="lease",
+        )
 
 
 def _check_namespace(pool: Pool, namespace: Namespace) -> None:
@@ -575,7 +655,7 @@ def _check_namespace(pool: Pool, namespace: Namespace) -> None:
         NoModelError: the pool was created without a model identity.
         ModelMismatchError: the pool has another model or cache identity.
     """
-    ours = namespace_of(pool, namespace.space, namespace.block_pages)
+    ours = namespace_of(pool, namespace.group, namespace.block_pages)
     if ours.layout_digest != namespace.layout_digest:
         raise LayoutMismatchError(
             f"pool {pool.name!r} has layout {ours.layout_digest}, the lease's blocks have {namespace.layout_digest}",
@@ -592,9 +672,9 @@ def _check_namespace(pool: Pool, namespace: Namespace) -> None:
 class _Loading:
     """A LOAD in progress: of the leading ``there`` blocks it is known where they are. The lease pins them."""
 
-    def __init__(self, pool: Pool, lease: Lease, blocks: list[CachedBlock], ids: PageIds) -> None:
+    def __init__(self, pool: Pool, group: GroupBlocks, blocks: list[CachedBlock], ids: PageIds) -> None:
         self.pool = pool
-        self.lease = lease
+        self.group = group
         self.blocks = blocks
         self.ids = ids
         self.there = 0
@@ -616,20 +696,13 @@ def model_of(pool: Pool) -> ModelIdentity:
     return pool.model
 
 
-def namespace_of(pool: Pool, space: str, block_pages: int) -> Namespace:
-    """Return the namespace of a pool's blocks.
+def namespace_of(pool: Pool, group: str, block_pages: int) -> Namespace:
+    """Return the namespace of a pool's blocks of one of its groups.
 
     Raises:
         NoModelError: the pool was created without a model.
-        InvalidFieldError: the space's pages are of several groups, which a block's hash does not distinguish.
     """
-    if any(one.group for one in pool.manifest.components if one.space == space):
-        raise InvalidFieldError(
-            f"pages of pool {pool.name!r} are of several groups of layers, which a block's hash does not distinguish: "
-            "offload and restore them",
-            field="pool",
-        )
-    return Namespace(pool.tenant, pool.manifest.layout_digest, identity_of(model_of(pool)), space, block_pages)
+    return Namespace(pool.tenant, pool.manifest.layout_digest, identity_of(model_of(pool)), group, block_pages)
 
 
 def split_hashes(joined: bytes) -> list[bytes]:

@@ -14,6 +14,7 @@ import structlog
 from kvferry.daemon.control.dispatch import Dispatcher
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import SessionRegistry
+from kvferry.daemon.process.device_keeper import Fence
 from kvferry.daemon.process.memory import HostMemory
 from kvferry.daemon.process.time_slices import background
 from kvferry.daemon.services.cache_reports import CacheReports
@@ -25,6 +26,7 @@ from kvferry.daemon.services.receive_to_host import HostReceives
 from kvferry.daemon.tiers.copier import TierCopier
 from kvferry.daemon.tiers.disk_tier import DiskTier
 from kvferry.daemon.tiers.host_tier import HostTier
+from kvferry.daemon.tiers.kept_tier import KeptTier
 from kvferry.daemon.tiers.lower_tiers import LowerTiers
 from kvferry.daemon.tiers.operations import Operations
 from kvferry.daemon.tiers.remote_store import RemoteStore
@@ -40,6 +42,7 @@ from kvferry.protocol.config.schema import Config
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.session_messages import TierStatus
 
+REST_INTERVAL_S: Final = 0.02
 MOST_COPY_THREADS: Final = 4
 """How many copy one operation is measured; they are in the background of everything else."""
 
@@ -95,13 +98,17 @@ class Tiers:
         executor: Executor,
         memory: HostMemory,
         counters: Counters,
+        kept: KeptTier | None = None,
     ) -> None:
-        """Build the tiers; ``executor`` runs calls that wait for devices."""
+        """Build the tiers; ``executor`` runs calls that wait for devices, ``kept`` outlives the daemon."""
         self._config = config.tiers
         self._counters = counters
         self._scheduler = scheduler
         loop = asyncio.get_running_loop()
-        self._host = HostTier(config.tiers, counters, memory, call_soon=loop.call_soon)
+        self._kept = kept
+        self._resting: asyncio.Task[None] | None = None
+        self._sessions = sessions
+        self._host = HostTier(config.tiers, counters, memory, call_soon=loop.call_soon, kept=kept)
         threads = min(MOST_COPY_THREADS, len(os.sched_getaffinity(0)))
         copy_threads = copy_kernel.new_copy_threads(threads, background())
         self._copier = TierCopier(loop, scheduler, threads=threads, copy_threads=copy_threads)
@@ -123,14 +130,35 @@ class Tiers:
         """Show the live counts."""
         return f"<Tiers {self._host!r} {self.operations!r} {self.lower!r}>"
 
-    async def start(self) -> None:
-        """Start the lower tiers, and allocate the first host tier memory.
+    async def start(self, fence: Fence) -> None:
+        """Start the lower tiers, and allocate the first host tier memory: it is used once ``fence`` is passed.
 
         Raises:
             ConfigError: a tier cannot be started as it is configured.
         """
+        if self._kept is not None:
+            self._host.rests = True
+            self._resting = asyncio.create_task(self._rest(self._kept, fence), name="the host tier's memory rests")
         await self.lower.start()
         self._host.populate(0)
+
+    def adopt(self) -> None:
+        """Take over what the daemon before has left in the host tier; its sessions are adopted already."""
+        snapshots = self._host.adopt()
+        if snapshots:
+            self._counters.add("adoption.snapshots", len(snapshots))
+        self.offloads.adopt(snapshots, {(one.tenant, one.owner_id) for one in self._sessions})
+
+    async def _rest(self, kept: KeptTier, fence: Fence) -> None:
+        """Let nobody use memory without a record while what a daemon before has begun may still write into it."""
+        if not await fence.passed():
+            log.error("the host tier takes nothing new", cause="a device may still write into it for a daemon before")
+            return
+        if kept.has_writers():
+            log.warning("the host tier takes nothing new while a process of the daemon before has its memory")
+        while kept.has_writers():  # noqa: ASYNC110  the kernel says no word when the last one has ended
+            await asyncio.sleep(REST_INTERVAL_S)
+        self._host.rests = False
 
     def session_lost(self, session_id: int) -> None:
         """Stop a session's operations, and forget its CACHE_EVENTS."""
@@ -167,6 +195,8 @@ class Tiers:
 
     async def close(self) -> None:
         """End all operations and threads; no byte moves afterwards."""
+        if self._resting is not None:
+            self._resting.cancel()
         self.operations.drain()
         self._scheduler.close()
         self.cache.close()

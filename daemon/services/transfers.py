@@ -9,6 +9,7 @@ from typing import Any
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.kept_bytes import REQUEST_BYTES, TRANSFER
+from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Session
 from kvferry.daemon.process.shares import share
 from kvferry.daemon.services.event_rings import EventRings
@@ -65,6 +66,7 @@ class TransferService:
         messenger: PeerMessenger,
         host_receives: HostReceives,
         limits: Limits,
+        counters: Counters,
     ) -> None:
         """``host_receives`` handles RECEIVEs into the host tier."""
         self.draining = False
@@ -76,6 +78,7 @@ class TransferService:
         self._messenger = messenger
         self._host_receives = host_receives
         self._limits = limits
+        self._counters = counters
         dispatcher.handle("SEND", self._send)
         dispatcher.handle("RECEIVE", rings.after(self._receive))
         dispatcher.handle("CANCEL", self._cancel)
@@ -138,8 +141,10 @@ class TransferService:
         ranges = page_ranges(body.lists, call.ids, manifest, may_end_inside=body.last, may_lack=not body.last)
         chunk = SendChunk(ranges, body.last, body.first_token, body.payload, body.steps, body.checksums)
         reached = self._reached(context.session_id, body)
-        accepted = self._state_machine.send(context, chunk, body.destinations)
+        accepted = self._state_machine.send(context, chunk)
         self._keep_lists(call, "send", ranges)
+        if len(body.steps) > 1:
+            self._counters.add("transfers.layered")
         if body.steps:
             self._state_machine.events_reached(context.session_id, reached, time.monotonic())
         self._effects.execute(call.session)
@@ -190,7 +195,9 @@ class TransferService:
         daemons = body.source_daemons
         if daemons:
             daemons = self._messenger.source_daemons(daemons)
-        accepted = self._state_machine.receive(context, ranges, body.sources, daemons, checksums=body.checksums)
+        accepted = self._state_machine.receive(
+            context, ranges, body.sources, body.destinations, daemons, body.source_pools, checksums=body.checksums
+        )
         self._keep_lists(call, "receive", ranges)
         self._effects.execute(call.session)
         return Answer(accepted)

@@ -36,7 +36,7 @@ PAUSE_S: Final = 30.0
 """How long nothing is written after the disk was full or failed."""
 
 MAX_FOUND: Final = 4096
-"""Blocks that one lookup asks the folder for while it is being scanned; those further on count as missing."""
+"""Blocks of a group that one lookup asks the folder for while it is being scanned; others count as missing."""
 
 FOUND_AT_ONCE: Final = 32
 """Files that are opened for it at a time; between them the scan goes on."""
@@ -123,10 +123,14 @@ class DiskTier:
         """Wait until the blocks on disk are in the index."""
         await self._scan_ended.wait()
 
-    async def find(self, namespace: Namespace, hashes: Sequence[bytes]) -> list[CachedBlock]:
-        """Return those leading blocks that are on disk, or in the index, while the folder is being scanned."""
+    async def find(self, namespace: Namespace, hashes: Sequence[bytes], *, gaps: bool = False) -> list[CachedBlock]:
+        """Return those leading blocks that are on disk, or in the index, while the folder is being scanned.
+
+        ``gaps``: see ``LowerTiers.find``.
+        """
         loop, found = asyncio.get_running_loop(), list[CachedBlock]()
-        keys = [BlockKey(namespace, block_hash) for block_hash in hashes[:MAX_FOUND]]
+        some_hashes = hashes[-MAX_FOUND:] if gaps else hashes[:MAX_FOUND]
+        keys = [BlockKey(namespace, block_hash) for block_hash in some_hashes]
         for first in range(0, len(keys), FOUND_AT_ONCE):
             some = keys[first : first + FOUND_AT_ONCE]
             try:
@@ -138,9 +142,10 @@ class DiskTier:
                 block = self._host.index.get(*key)
                 if block is None and one is not None:
                     block = self._adopt(one)
-                if block is None or block.state is not BlockState.READY:
+                if block is not None and block.state is BlockState.READY:
+                    found.append(block)
+                elif not gaps:
                     return found
-                found.append(block)
         return found
 
     def store(self, block: CachedBlock) -> None:

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 
 from kvferry.daemon.control.later import in_turns
@@ -24,14 +25,25 @@ from kvferry.daemon.process.access import may_see_all
 from kvferry.daemon.process.memory import HostMemory
 from kvferry.daemon.process.shares import share
 from kvferry.daemon.process.threads import started_threads
+from kvferry.daemon.tiers.kept_tier import KeptTier
+from kvferry.daemon.tiers.snapshots import Snapshot
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.host.memory import kept_bytes, smallest_limit
 from kvferry.pools.integrity import RESTART, Check, Problem, Walk
 from kvferry.pools.tiers.arena import Arena, Extent, Freed, NotEnoughError, Offsets, whole_units
-from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Namespace, Tier
+from kvferry.pools.tiers.cached_block import BlockState, CachedBlock, Digests, Namespace, Tier
 from kvferry.pools.tiers.index import BlockIndex, PinnedBlocks
 from kvferry.pools.tiers.journal import CacheJournal
 from kvferry.pools.tiers.policies import MOST_BEHIND
+from kvferry.pools.tiers.tier_record import (
+    NOTHING,
+    FoundBlocks,
+    FoundSnapshot,
+    NamespaceHead,
+    SegmentHead,
+    SnapshotHead,
+    record_bytes,
+)
 from kvferry.protocol.config.schema import TiersConfig
 from kvferry.protocol.errors import RETRY_LATER_MS, OutOfMemoryError, OverloadedError, TierOffError
 from kvferry.protocol.ids import new_number
@@ -52,6 +64,10 @@ AGAIN_MS = 250
 USES_AT_ONCE = 32
 EVICTED_AT_ONCE = 32
 """Uses that eviction policies are told of, and blocks that are evicted ahead, in a turn of the loop: some 0.5 ms."""
+
+ADOPTED_AT_ONCE = 256
+ADOPTED_FIRST = 4096
+"""Blocks that are adopted in a turn of the loop, some 2 ms, and before anything is served."""
 
 CATCH_UP_TURNS = MOST_BEHIND // USES_AT_ONCE
 """For so many turns an operation that needs room waits for eviction policies that others' uses keep behind."""
@@ -99,6 +115,8 @@ class HostTier:
         page_bytes: per namespace, the bytes of one page in a block, as in memory and in files.
         models: the model's label for each identity, for people.
         checksums: whether blocks get checksums.
+        rests: whether nobody gets memory: what the daemon before this one had begun may still write where no record
+            says that there is something whole.
     """
 
     def __init__(
@@ -108,8 +126,9 @@ class HostTier:
         memory: HostMemory,
         clock: Callable[[], float] = time.monotonic,
         call_soon: Callable[[Callable[[], None]], object] | None = None,
+        kept: KeptTier | None = None,
     ) -> None:
-        """Map the memory.
+        """Map the memory; with what an earlier daemon has left in it, ``adopt`` comes before anything else.
 
         Args:
             config: of all tiers.
@@ -117,6 +136,7 @@ class HostTier:
             memory: of the host.
             clock: returns seconds.
             call_soon: the loop's, by which eviction policies catch up; None: only when something is to be evicted.
+            kept: memory of the configured size that outlives the daemon; None: it ends with this one.
         """
         self.checksums = config.checksums
         self._counters = counters
@@ -124,6 +144,11 @@ class HostTier:
         self._clock = clock
         memory_bytes = smallest_limit().size_bytes
         size_bytes = config.size_bytes(memory_bytes)
+        self.rests = False
+        self._kept = kept
+        self._is_record_full = False
+        self._coming: list[tuple[FoundBlocks, int]] = []
+        """The first ones of these blocks, which an earlier daemon has left, are not visible yet."""
         self.arena = Arena(0, size_bytes)
         max_hashes = kept_bytes(memory_bytes) // JOURNAL_PART // HASH_MEMORY_BYTES
         self.journal = CacheJournal(JOURNAL_CHANGES, new_number(), max_hashes)
@@ -139,7 +164,8 @@ class HostTier:
         )
         self.page_bytes: dict[Namespace, int] = {}
         self.models: dict[str, str] = {}
-        self._region = memory.region("host-tier", size_bytes, grows=True) if size_bytes else None
+        own = None if kept is not None or not size_bytes else memory.region("host-tier", size_bytes, grows=True)
+        self._region = own if kept is None else kept.region
         self._populated_bytes = 0
         self._populator = started_threads(1, "populate-tier")
         self._closing = threading.Event()
@@ -233,7 +259,7 @@ class HostTier:
 
     def release(self, tenant: int, offsets: Offsets, size_bytes: int) -> None:
         """Free memory that ``reserve`` has charged to a tenant."""
-        self.arena.free(offsets, size_bytes)
+        self.free(offsets, size_bytes)
         self.discharge(tenant, len(offsets), size_bytes)
 
     def discharge(self, tenant: int, count: int, size_bytes: int) -> None:
@@ -248,7 +274,145 @@ class HostTier:
         for offsets, size_bytes in freed:
             by_size.setdefault(size_bytes, []).append(offsets)
         for size_bytes, offset_arrays in by_size.items():  # one call: it costs the same for one block as for a thousand
-            self.arena.free(np.concatenate(offset_arrays), size_bytes)
+            self.free(np.concatenate(offset_arrays), size_bytes)
+
+    def free(self, offsets: Offsets, size_bytes: int) -> None:
+        """Free memory: the next daemon must find nothing there from now on."""
+        if self._kept is not None:
+            self._kept.record.clear(offsets)
+        self.arena.free(offsets, size_bytes)
+
+    # -- blocks and snapshots whose bytes are whole, and which therefore outlive the daemon
+
+    def commit(
+        self, blocks: Sequence[CachedBlock], offsets: Offsets, digests: npt.NDArray[np.uint64] | None = None
+    ) -> None:
+        """See ``BlockIndex.commit``."""
+        self.index.commit(blocks, offsets, digests)
+        self._record(blocks, offsets, digests)
+
+    def enter(self, block: CachedBlock, offsets: Offsets, digests: Digests) -> bool:
+        """See ``BlockIndex.enter_host``."""
+        entered = self.index.enter_host(block, offsets, digests)
+        if entered:
+            self._record([block], offsets[None], np.array([digests], np.uint64) if digests else None)
+        return entered
+
+    def remove(self, blocks: Iterable[CachedBlock]) -> None:
+        """Remove blocks from all tiers that the index knows, and free their memory as soon as nobody reads it."""
+        freed: list[Freed] = []
+        for block in blocks:
+            if self._kept is not None and block.offsets is not None:
+                self._kept.record.clear(block.offsets)
+            freed += self.index.remove(block)
+        self.free_all(freed)
+
+    def _record(self, blocks: Sequence[CachedBlock], offsets: Offsets, digests: npt.NDArray[np.uint64] | None) -> None:
+        """Record blocks of one namespace that are visible in the host tier now."""
+        if self._kept is None or not blocks:
+            return
+        namespace = blocks[0].namespace
+        model = self.models.get(namespace.identity, "")
+        head = NamespaceHead(**namespace._asdict(), page_bytes=self.page_bytes[namespace], model=model)
+        hashes, parents, depths = zip(*[(one.hash, one.parent, one.depth) for one in blocks], strict=True)
+        if not self._kept.record.put_blocks(head, hashes, parents, depths, offsets, digests):
+            self._not_recorded(len(blocks))
+
+    def record_snapshot(self, snapshot: Snapshot) -> None:
+        """Record a snapshot that is ready."""
+        if self._kept is None:
+            return
+        head = SnapshotHead(
+            name=snapshot.name,
+            tenant=snapshot.tenant,
+            owner=snapshot.owner_id,
+            pool=snapshot.pool,
+            model=snapshot.model,
+            created_s=snapshot.created_at,
+            segments=tuple(
+                SegmentHead(
+                    component=one.component,
+                    space=one.layout.space,
+                    tokens=one.tokens,
+                    count=one.count,
+                    block_bytes=one.layout.block_bytes,
+                )
+                for one in snapshot.segments
+            ),
+        )
+        pages = [(one.offsets, one.digests) for one in snapshot.segments]
+        if not self._kept.record.put_snapshot(head, snapshot.manifest, pages):
+            self._not_recorded(1)
+
+    def drop_snapshot(self, snapshot: Snapshot) -> None:
+        """Take a snapshot's record away: it may still be read, and ``release`` comes later."""
+        if self._kept is not None and snapshot.segments and len(snapshot.segments[0].offsets):
+            self._kept.record.drop_snapshot(snapshot.segments[0].offsets)
+
+    def _not_recorded(self, count: int) -> None:
+        self._counters.add("adoption.not_kept", count)
+        if not self._is_record_full:
+            self._is_record_full = True
+            log.warning("some snapshots or cached blocks do not outlive the daemon", cause="the tier's record is full")
+
+    def adopt(self) -> list[FoundSnapshot]:
+        """Take over what an earlier daemon has left: account for all of it, and make the blocks visible.
+
+        Returns:
+            The snapshots: each is its tenant's to ``release``.
+        """
+        found = NOTHING if self._kept is None else self._kept.found
+        if self._kept is None or not (found.blocks or found.snapshots):
+            return []
+        starts, sizes = found.extents
+        end = int((starts + sizes).max())
+        self._grow(end)
+        if self.arena.size_bytes < end:
+            self._kept.record.clear(starts)
+            self._counters.add("adoption.blocks_dropped", sum(len(one.hashes) for one in found.blocks))
+            self._counters.add("adoption.snapshots_dropped", len(found.snapshots))
+            log.warning("the host tier is begun anew", cause=self._too_little)
+            return []
+        self.arena.occupy(starts, sizes)
+        for blocks in found.blocks:
+            head = blocks.head
+            self.know(head.namespace, head.page_bytes, head.model)
+            self.index.accounts[head.tenant].charged_bytes += blocks.offsets.size * whole_units(head.page_bytes)
+            self._coming.append((blocks, len(blocks.hashes)))
+        for one in found.snapshots:
+            charged = sum(len(its.offsets) * whole_units(its.head.block_bytes) for its in one.segments)
+            self.index.accounts[one.head.tenant].charged_bytes += charged
+        self._kept.found = NOTHING
+        for _ in range(ADOPTED_FIRST // ADOPTED_AT_ONCE):
+            self._adopt_some()
+        self.in_turns(self._adopt_some)()
+        return found.snapshots
+
+    def _adopt_some(self) -> bool:
+        """Make some more of the blocks visible that an earlier daemon has left; return whether there are more.
+
+        The deepest come first: they are the first to be evicted.
+        """
+        if not self._coming:
+            return False
+        blocks, stop = self._coming.pop()
+        start = max(0, stop - ADOPTED_AT_ONCE)
+        if start:
+            self._coming.append((blocks, start))
+        some, head = blocks.only(np.arange(start, stop)), blocks.head
+        names = zip(some.hashes, some.parents, some.depths, strict=True)
+        size_bytes = head.block_pages * whole_units(head.page_bytes)
+        twice = self.index.adopt_in_host(head.namespace, names, size_bytes, some.offsets, some.digests)
+        self.discharge(head.tenant, some.offsets.size, head.page_bytes)
+        self.free(*some.only(np.array(twice, np.int64)).pages)
+        self._counters.add("adoption.blocks", stop - start - len(twice))
+        return bool(self._coming)
+
+    def _coming_extents(self) -> Iterator[Extent]:
+        for blocks, stop in list(self._coming):
+            yield Extent(*blocks.only(np.arange(stop)).pages, "blocks that are being adopted", blocks.head.tenant)
+
+    # -- memory
 
     def status(self, snapshots: int) -> TierStatus:
         """Return the tier as STATUS shows it."""
@@ -279,9 +443,10 @@ class HostTier:
 
         def memory() -> Walk:
             yield from self.arena.problems()
-            yield from self.arena.extent_problems(itertools.chain(self.index.extents(), extents()))
+            held = [*extents(), *self._coming_extents()]
+            yield from self.arena.extent_problems(itertools.chain(self.index.extents(), held))
             charged: Counter[int] = Counter()
-            for one in extents():
+            for one in held:
                 if one.charged_to is not None:
                     charged[one.charged_to] += len(one.offsets) * whole_units(one.size_bytes)
             for tenant, account in self.index.accounts.items():
@@ -303,8 +468,12 @@ class HostTier:
             self._grow(used_bytes + AHEAD_BYTES)
         start, self._populated_bytes = self._populated_bytes, self.arena.size_bytes
         if start < self._populated_bytes:
-            done = self._populator.submit(self._memory.fill, self.region, self._closing, start, self._populated_bytes)
-            done.add_done_callback(_log_populate_failure)
+            parts = [(self.region, start, self._populated_bytes)]
+            if self._kept is not None:
+                parts.append((self._kept.file, *self._kept.record.range_of(start, self._populated_bytes)))
+            for region, first, last in parts:
+                done = self._populator.submit(self._memory.fill, region, self._closing, first, last)
+                done.add_done_callback(_log_populate_failure)
 
     def _grow(self, wanted_bytes: int) -> None:
         """Let the arena grow to so many bytes, as far as the tier is configured so large; not without the memory."""
@@ -313,6 +482,8 @@ class HostTier:
             return
         try:
             self._memory.count_on(self.region, wanted_bytes)
+            if self._kept is not None:
+                self._memory.count_on(self._kept.file, record_bytes(wanted_bytes))
         except OutOfMemoryError as cause:
             if not self._too_little:
                 log.warning("the host tier does not grow", size_bytes=self.arena.size_bytes, cause=cause.detail)
@@ -323,10 +494,10 @@ class HostTier:
             self.arena.grow(wanted_bytes)
 
     def close(self) -> None:
-        """Unmap the memory."""
+        """Unmap the memory, unless that outlives the daemon: then it is whose who keeps it."""
         self._closing.set()
         self._populator.shutdown(cancel_futures=True)
-        if self._region is not None:
+        if self._region is not None and self._kept is None:
             self._region.close()
 
     def making_room(self, tenant: int, space_requests: Sequence[SpaceRequest]) -> Iterator[None]:
@@ -394,8 +565,10 @@ class HostTier:
 
         Raises:
             OutOfMemoryError: the tier, or the tenant's quota, can never hold them.
-            OverloadedError: it has not so many that may go.
+            OverloadedError: it has not so many that may go, or the memory rests.
         """
+        if self.rests:
+            raise OverloadedError("the daemon before this one may still write into the host tier").after(AGAIN_MS)
         account = self.index.accounts[tenant]
         if wanted > min(account.quota_bytes, share(tenant, self.arena.max_bytes, 0)):
             raise OutOfMemoryError(

@@ -125,15 +125,26 @@ class LowerTiers:
             self._disk.used(blocks[::-1])
 
     async def find(
-        self, namespace: Namespace, hashes: Sequence[bytes], parent: bytes | None, page_bytes: int
+        self,
+        namespace: Namespace,
+        hashes: Sequence[bytes],
+        parent: bytes | None,
+        page_bytes: int,
+        *,
+        gaps: bool = False,
     ) -> list[CachedBlock]:
-        """Return those leading blocks that lower tiers have and the index may not know, as blocks of the index."""
-        found = await self._disk.find(namespace, hashes) if self._disk is not None and self._disk.is_scanning else []
-        rest = hashes[len(found) :]
+        """Return those leading blocks that lower tiers have and the index may not know, as blocks of the index.
+
+        With ``gaps`` also those after a missing one, of a long list the last ones; some may be returned twice.
+        """
+        found = list[CachedBlock]()
+        if self._disk is not None and self._disk.is_scanning:
+            found = await self._disk.find(namespace, hashes, gaps=gaps)
+        rest = hashes if gaps else hashes[len(found) :]
         if self.remote is None or not self.remote.available or not rest:
             return found
-        parent = found[-1].hash if found else parent
-        return found + await self.remote.find(namespace, rest, parent, page_bytes)
+        parent = found[-1].hash if found and not gaps else parent
+        return found + await self.remote.find(namespace, rest, parent, page_bytes, gaps=gaps)
 
     @property
     def may_find(self) -> bool:
@@ -211,7 +222,7 @@ class LowerTiers:
         promoted = False
         try:
             digests = await self._read(block, offsets, page_bytes)
-            promoted = digests is not None and self._host.index.enter_host(block, offsets, digests)
+            promoted = digests is not None and self._host.enter(block, offsets, digests)
         finally:
             del self._reading[block]
             if promoted:  # the index counts it now

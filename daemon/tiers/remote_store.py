@@ -77,7 +77,7 @@ def remote_name(key: BlockKey, *, shared: bool) -> str:
     """Return the block's name in the store; without ``shared``, tenants have distinct names."""
     namespace, block_hash = key
     scope = "shared" if shared else f"tenant-{namespace.tenant}"
-    block_kind = f"{namespace.layout_digest}/{namespace.identity}/{namespace.space}/{namespace.block_pages}"
+    block_kind = f"{namespace.layout_digest}/{namespace.identity}/{namespace.group}/{namespace.block_pages}"
     return f"{_PREFIX}/{scope}/{block_kind}/{block_hash.hex()}"
 
 

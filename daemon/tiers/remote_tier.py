@@ -25,7 +25,7 @@ from kvferry.pools.tiers.cached_block import BlockKey, BlockState, CachedBlock, 
 from kvferry.protocol.session_messages import TierStatus
 
 MAX_NAMES: Final = 4096
-"""Names that one lookup asks for; blocks further on count as missing."""
+"""Names that one lookup asks for, of each group; others count as missing."""
 
 MAX_KNOWN: Final = 1 << 18
 """Blocks in the index because the store once had them: the store does not report what it has dropped since."""
@@ -99,23 +99,31 @@ class RemoteTier:
             self._counters.add("tiers.remote.skipped_blocks")
 
     async def find(
-        self, namespace: Namespace, hashes: Sequence[bytes], parent: bytes | None, page_bytes: int
+        self,
+        namespace: Namespace,
+        hashes: Sequence[bytes],
+        parent: bytes | None,
+        page_bytes: int,
+        *,
+        gaps: bool = False,
     ) -> list[CachedBlock]:
-        """Return those leading blocks that the store has, entered into the index."""
-        hashes = hashes[:MAX_NAMES]
-        names = [remote_name(BlockKey(namespace, block_hash), shared=self._shared) for block_hash in hashes]
+        """Return those leading blocks that the store has, entered into the index; ``gaps``: see ``LowerTiers.find``."""
+        pairs = list(zip((parent, *hashes), hashes, strict=False))
+        pairs = pairs[-MAX_NAMES:] if gaps else pairs[:MAX_NAMES]
+        names = [remote_name(BlockKey(namespace, block_hash), shared=self._shared) for _, block_hash in pairs]
         exists = await self._store.exists(names)
         size_bytes = namespace.block_pages * whole_units(page_bytes)
         index, found = self._host.index, []
-        for previous, block_hash, in_store in zip((parent, *hashes), hashes, exists, strict=False):
+        for (previous, block_hash), in_store in zip(pairs, exists, strict=False):
             block = known = index.get(namespace, block_hash)  # a nearer tier may have what the store lacks
             if in_store:
                 block = index.adopt(namespace, block_hash, previous, size_bytes, tier=Tier.REMOTE)
                 if known is None:
                     self._remember(block)
-            if block is None or block.state is not BlockState.READY:  # missing, or an engine is storing it right now
+            if block is not None and block.state is BlockState.READY:
+                found.append(block)
+            elif not gaps:  # missing, or an engine is storing it right now
                 break
-            found.append(block)
         return found
 
     async def read(self, block: CachedBlock, offsets: Offsets, page_bytes: int) -> Digests | None:

@@ -23,6 +23,7 @@ from kvferry.pools.planning.page_ranges import PageRange, page_tokens_of
 from kvferry.pools.pool import Pool
 from kvferry.pools.tiers.arena import Extent, Offsets
 from kvferry.pools.tiers.blocks import BlockLayout
+from kvferry.pools.tiers.tier_record import FoundSnapshot
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     RETRY_LATER_MS,
@@ -35,6 +36,7 @@ from kvferry.protocol.errors import (
     UnknownComponentError,
     UnknownSnapshotError,
 )
+from kvferry.protocol.ids import ModelIdentity
 from kvferry.protocol.manifests import Entry, Manifest
 from kvferry.protocol.tier_messages import SnapshotList, SnapshotStatus
 
@@ -58,6 +60,15 @@ class SnapshotSegment(msgspec.Struct):
     digests: Digests | None = None
 
 
+class MadeFrom(NamedTuple):
+    """The pool that a snapshot was made from, as far as that counts later; ``Pool`` has the same."""
+
+    tenant: int
+    name: str
+    manifest: Manifest
+    model: ModelIdentity | None
+
+
 class Snapshot:
     """One snapshot.
 
@@ -69,7 +80,7 @@ class Snapshot:
         error: why it has failed.
     """
 
-    def __init__(self, pool: Pool, owner_id: int | None, segments: Sequence[SnapshotSegment]) -> None:
+    def __init__(self, pool: Pool | MadeFrom, owner_id: int | None, segments: Sequence[SnapshotSegment]) -> None:
         self.name = ""
         self.tenant = pool.tenant
         self.owner_id = owner_id
@@ -166,6 +177,23 @@ class SnapshotRegistry:
         """Register a snapshot, under a new name."""
         stem = self._boot + secrets.token_hex(_RANDOM_BYTES)
         snapshot.name = stem + _check_digits(stem)
+        self._register(snapshot)
+
+    def adopt(self, found: FoundSnapshot, owner_id: int | None) -> Snapshot:
+        """Register a snapshot that an earlier daemon has left, under its name."""
+        head = found.head
+        made_from = MadeFrom(head.tenant, head.pool, found.manifest, head.model)
+        segments = [
+            SnapshotSegment(its.component, layout, its.tokens, its.count, offsets, digests)
+            for its, layout, offsets, digests in found.segments
+        ]
+        snapshot = Snapshot(made_from, owner_id, segments)
+        snapshot.name, snapshot.created_at = head.name, head.created_s
+        snapshot.settle()
+        self._register(snapshot)
+        return snapshot
+
+    def _register(self, snapshot: Snapshot) -> None:
         self._snapshots[snapshot.name] = snapshot
         self._counts[snapshot.tenant] += 1
 
@@ -174,12 +202,14 @@ class SnapshotRegistry:
 
         Raises:
             UnknownSnapshotError: there is none of that name, or it is another tenant's, or dropped.
-            SnapshotLostError: an earlier daemon made it.
+            SnapshotLostError: an earlier daemon made it, and it is no more.
         """
         found = self._snapshots.get(name)
         stem, digits = name[:-_CHECK_DIGITS], name[-_CHECK_DIGITS:]
         if found is None and not stem.startswith(self._boot) and digits == _check_digits(stem):
-            raise SnapshotLostError(f"snapshot {name} ended with the daemon that made it", field="snapshot")
+            raise SnapshotLostError(
+                f"snapshot {name} of an earlier daemon was lost with it, or dropped", field="snapshot"
+            )
         if found is None or found.tenant != tenant or found.dropped:
             raise UnknownSnapshotError(f"no snapshot {name} of user {tenant}", field="snapshot")
         return found

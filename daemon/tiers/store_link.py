@@ -22,6 +22,7 @@ import msgspec
 import structlog
 
 from kvferry.daemon.process.signals import ENDING, IGNORED, held_back
+from kvferry.daemon.process.writers import opened_for_helper
 from kvferry.daemon.tiers.store_process import (
     ARENA,
     INVALID_PARAMS,
@@ -180,7 +181,11 @@ class StoreLink:
                     env=self._environment,
                     start_new_session=True,  # so that a terminal's signals do not reach it
                 )
-            socket.send_fds(self._channel, [ARENA], [self._arena_fd])
+            arena_fd = opened_for_helper(self._arena_fd)
+            try:
+                socket.send_fds(self._channel, [ARENA], [arena_fd])
+            finally:
+                os.close(arena_fd)
         finally:
             theirs.close()
             os.close(output)

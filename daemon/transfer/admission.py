@@ -90,7 +90,8 @@ def check_together(
         FirstTokenTwiceError: two of them carry a first token or payload.
         UncoveredEntryError, IncompleteError: all sources have sent everything, and required cells have no source.
     """
-    if sum(send_request.carries_token for send_request in send_requests) > 1:
+    givers = [one for one in send_requests if receive_request.takes_token_of(one.pool.name)]
+    if sum(one.carries_token for one in givers) > 1:
         raise FirstTokenTwiceError("two SENDs of this request carry a first token or payload", field="request_id")
     if len(send_requests) == receive_request.sources and all(send_request.complete for send_request in send_requests):
         receive_request.check_planned(waived)

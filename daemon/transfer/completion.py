@@ -149,7 +149,9 @@ class Completion:
         error = _error(row.matched, cause, detail)
         if row.tombstone and unmet and error is not None:
             met = [one.send_request.pool.name for one in announcement.remote_endpoints]
-            self._endpoints.tombstones.bury(announcement.half, announcement.listener, error, now, met)
+            self._endpoints.tombstones.bury(
+                announcement.half, announcement.listener, error, now, met, announcement.destinations
+            )
         self._endpoints.withdraw(announcement)
         for remote_endpoint in list(announcement.remote_endpoints):
             self.apply(remote_endpoint, event, now, cause=cause, detail=detail)
@@ -299,11 +301,13 @@ class Completion:
         """Leave a tombstone of an endpoint, if some that would match it have not come."""
         if not endpoint.unmet:
             return
+        members = 1
         if isinstance(endpoint, ReceiveRequest):
             met: list[Hashable] = [one.pool.name for one in endpoint.send_requests if one.origin is None]
+            members = endpoint.destinations
         else:
             met = [receive_request.listener for receive_request in endpoint.receive_requests]
-        self._endpoints.tombstones.bury(endpoint.half, endpoint.key.pool, error, now, met)
+        self._endpoints.tombstones.bury(endpoint.half, endpoint.key.pool, error, now, met, members)
 
     def _settle(self, endpoint: AnyEndpoint, now: float) -> None:
         if isinstance(endpoint, RemoteEndpoint):

@@ -325,12 +325,10 @@ class SendRequest(Endpoint):
         request_id: str,
         session_id: int,
         times: Clocked,
-        destinations: int,
         origin: Origin | None = None,
     ) -> None:
         super().__init__(pool, request_id, session_id, times)
         self.pool = pool
-        self.destinations = destinations
         self.origin = origin
         self.kind = Kind.SEND if origin is None else Kind.REMOTE_SEND
         self.region_key = ""
@@ -339,6 +337,11 @@ class SendRequest(Endpoint):
         self.ready: list[int] = []
         self.receive_requests: list[ReceiveRequest | RemoteEndpoint] = []
         self.outcomes: dict[ReceiveRequest | RemoteEndpoint, KvferryError | None] = {}
+
+    @property
+    def destinations(self) -> int:
+        """Return how many receive requests it fills, as the first of them says; one before that says so."""
+        return self.receive_requests[0].destinations if self.receive_requests and self.origin is None else 1
 
     @property
     def unmet(self) -> int:
@@ -427,13 +430,17 @@ class ReceiveRequest(Endpoint):
         times: Clocked,
         ranges: tuple[PageRange, ...],
         sources: int,
+        destinations: int,
         source_daemons: tuple[str, ...] = (),
+        source_pools: tuple[str, ...] = (),
         *,
         checksums: bool = False,
     ) -> None:
         super().__init__(pool, request_id, session_id, times)
         self.pool: Pool = pool
         self.sources = sources
+        self.source_pools = source_pools
+        self.destinations = destinations
         self.source_daemons = source_daemons
         self.checksums = checksums
         self.ranges = {one.component: one for one in ranges}
@@ -491,7 +498,12 @@ class ReceiveRequest(Endpoint):
     @property
     def token_chunk(self) -> SendChunk | None:
         """Return the chunk with the first token or payload, or None if it has not come."""
-        return next((c for send_request in self.send_requests for c in send_request.chunks if c.carries_token), None)
+        givers = (one for one in self.send_requests if self.takes_token_of(one.pool.name))
+        return next((c for send_request in givers for c in send_request.chunks if c.carries_token), None)
+
+    def takes_token_of(self, pool: str) -> bool:
+        """Return whether it takes a source's first token and payload."""
+        return pool in self.source_pools[:1] or not self.source_pools
 
     def check_planned(self, waived: Sequence[Waived] = ()) -> None:
         """Check that every required cell but the ``waived`` ones is planned; see ``Coverage.check_planned``."""
@@ -502,6 +514,9 @@ class ReceiveRequest(Endpoint):
         """Return what is missing, for STATUS and for a DEADLINE error."""
         if len(self.send_requests) < self.sources:
             missing = f"{self.sources - len(self.send_requests)} of {self.sources} sources: no SEND yet"
+            if self.source_pools:
+                come = {one.pool.name for one in self.send_requests}
+                missing += f" of {', '.join(one for one in self.source_pools if one not in come)}"
             if self.unreachable:
                 missing += f"; no connection to {', '.join(sorted(self.unreachable))}"
             return f"{missing}; refused: {self.last_refusal}" if self.last_refusal else missing
@@ -521,6 +536,11 @@ class ReceiveRequest(Endpoint):
         return msgspec.structs.replace(event, first_token=chunk.first_token, payload=chunk.payload)
 
 
+def shared_sources(one: Sequence[str], other: Sequence[str]) -> bool:
+    """Return whether a pool may fill two receive requests, by the ``source_pools`` of both."""
+    return not one or not other or not set(one).isdisjoint(other)
+
+
 def rows_by_step(layers: Sequence[int | None], steps: Sequence[LayerStep]) -> np.typing.NDArray[np.intp]:
     """Return each row's step: the first one that names its layer, or the last step if none does.
 
@@ -537,10 +557,19 @@ def rows_by_step(layers: Sequence[int | None], steps: Sequence[LayerStep]) -> np
 class Announcement:
     """Another daemon's receive request, announced here. Local send requests join it by one remote endpoint each."""
 
-    def __init__(self, home: Incarnation, receive_request: ReceiveName, deadline_at: float) -> None:
+    def __init__(
+        self,
+        home: Incarnation,
+        receive_request: ReceiveName,
+        deadline_at: float,
+        destinations: int,
+        source_pools: tuple[str, ...] = (),
+    ) -> None:
         self.home = home
         self.receive_request = receive_request
         self.deadline_at = deadline_at
+        self.destinations = destinations
+        self.source_pools = source_pools
         self.remote_endpoints: list[RemoteEndpoint] = []
         self.half = Half(receive_request.tenant, receive_request.request_id, "receive")
         self.listener: Hashable = (home.address, receive_request.pool)
@@ -583,6 +612,11 @@ class RemoteEndpoint:
     def request_id(self) -> str:
         """Return the request id of its send request."""
         return self.send_request.request_id
+
+    @property
+    def destinations(self) -> int:
+        """Return how many receive requests the send request fills, as this one says."""
+        return self.announcement.destinations
 
     @property
     def listener(self) -> Hashable:

@@ -134,11 +134,12 @@ class Generations:
 
 
 class Tombstone:
-    """How one endpoint ended, and which pools of the other half were told, by which message."""
+    """How one endpoint of ``members`` ended, and which pools of the other half were told, by which message."""
 
-    def __init__(self, error: ErrorInfo, ended_at: float, notified: Iterable[Hashable]) -> None:
+    def __init__(self, error: ErrorInfo, ended_at: float, notified: Iterable[Hashable], members: int) -> None:
         self.error = error
         self.ended_at = ended_at
+        self.members = members
         self.notified: dict[Hashable, Hashable] = dict.fromkeys(notified)
 
     def error_at(self, now: float) -> KvferryError:
@@ -177,7 +178,13 @@ class Tombstones:
         return next(iter(self.notices_for(half, who, now, only=ABANDONED)), None)
 
     def bury(
-        self, half: Half, whose: Hashable, error: KvferryError, now: float, notified: Iterable[Hashable] = ()
+        self,
+        half: Half,
+        whose: Hashable,
+        error: KvferryError,
+        now: float,
+        notified: Iterable[Hashable] = (),
+        members: int = 1,
     ) -> None:
         """Record that an endpoint ended.
 
@@ -187,14 +194,19 @@ class Tombstones:
             error: what its late peers fail with.
             now: the time.
             notified: pools of the other half that were matched, and so have been told.
+            members: how many endpoints the half has, as far as this one knew.
         """
         stones = self._halves.pop(half, {})
         if len(stones) < _MOST_OF_A_REQUEST or whose in stones:
-            stones[whose] = Tombstone(error.info(), now, notified)
+            stones[whose] = Tombstone(error.info(), now, notified, members)
         self._halves[half] = stones
         while len(self._halves) > self.most:
             self._halves.popitem(last=False)
         self._forget_old(now)
+
+    def members(self, half: Half) -> int:
+        """Return how many endpoints a half has, as those that ended have said."""
+        return max((one.members for one in self._halves.get(half, {}).values()), default=1)
 
     def renewed(self, half: Half) -> None:
         """Forget how a half ended, because it has come again."""

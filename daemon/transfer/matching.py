@@ -81,7 +81,8 @@ def match(chunk: SendChunk, source: SourcePool, receive_request: ReceiveRequest,
     check_models(
         source.model, receive_request.pool.model, f"pool {source.name!r}", f"pool {receive_request.pool.name!r}"
     )
-    if chunk.carries_token and receive_request.token_chunk is not None:
+    takes_token = receive_request.takes_token_of(source.name)
+    if chunk.carries_token and takes_token and receive_request.token_chunk is not None:
         raise FirstTokenTwiceError(
             "another SEND of the request carries the first token or payload", field="first_token"
         )
@@ -175,7 +176,10 @@ def _planned_copy(one: PageRange, destination: PageRange, pairing: Pairing, span
 def _of(planned_copy: PlannedCopy, rows: Rows) -> PlannedCopy:
     """Return the part of a planned copy with these rows (entry pairs)."""
     pairs = tuple(pair for pair, kept in zip(planned_copy.pairs, rows.tolist(), strict=True) if kept)
-    return planned_copy._replace(cells=planned_copy.cells.of(rows), plan=planned_copy.plan.of(rows), pairs=pairs)
+    entries = rows
+    if len(planned_copy.plan.entries) > len(rows):
+        entries = np.repeat(rows, [pair.slices for pair in planned_copy.pairs])
+    return planned_copy._replace(cells=planned_copy.cells.of(rows), plan=planned_copy.plan.of(entries), pairs=pairs)
 
 
 def _by_steps(planned_copies: list[PlannedCopy], chunk: SendChunk, *, whole: bool) -> list[PlannedCopy]:

@@ -31,6 +31,7 @@ from kvferry.daemon.transfer.endpoints import (
     SendRequest,
     SourcePool,
     TransferOp,
+    shared_sources,
 )
 from kvferry.daemon.transfer.registry import Endpoints, SendToPeer
 from kvferry.daemon.transfer.transitions import Event, State
@@ -144,6 +145,8 @@ class PeerTransfers:
         number = body.chunk
         try:
             receive_request = self._receive_for(origin)
+            if not shared_sources(receive_request.source_pools, (body.pool,)):
+                raise UnexpectedSourceError(f"the RECEIVE does not name pool {body.pool!r}", field="source_pools")
             pool = self._remote_pool(origin.peer, body)
             chunk = chunk_of(body, ids, pool.manifest)
             if send_request is None:
@@ -235,11 +238,11 @@ class PeerTransfers:
         except KvferryError as refusal:
             self._endpoints.refuse(Origin(home, name, NO_SEND), refusal)
             return
-        announcement = Announcement(home, name, now + body.deadline_ms / 1000)
+        announcement = Announcement(home, name, now + body.deadline_ms / 1000, body.destinations, body.source_pools)
         self._endpoints.announce(announcement)
         self._endpoints.tombstones.renewed(announcement.half)
         for endpoint in endpoints:
-            if isinstance(endpoint, SendRequest) and endpoint.state is State.OPEN and endpoint.unmet:
+            if isinstance(endpoint, SendRequest) and endpoint.state is State.OPEN and _fills(endpoint, announcement):
                 self._join(announcement, endpoint)
                 self._endpoints.notify_matched(endpoint)
         self._notify_of_ends(announcement, now)
@@ -250,7 +253,8 @@ class PeerTransfers:
 
         Raises:
             TransferExistsError: its request id is another tenant's here.
-            InvalidFieldError: its daemon would wait for longer than any engine may.
+            InvalidFieldError: its daemon would wait for longer than any engine may, or other RECEIVEs of the request
+                have said another number of destinations.
             OverloadedError: too many are announced, by this daemon or by all.
         """
         name, known = body.receive_request, self._endpoints.announcements
@@ -260,6 +264,7 @@ class PeerTransfers:
             raise InvalidFieldError(
                 f"{body.deadline_ms} ms: a day at most, {LONGEST_ANNOUNCEMENT_MS} ms", field="deadline_ms"
             )
+        self._endpoints.check_destinations(name.request_id, body.destinations, body.source_pools)
         if self._endpoints.announced_by[home] >= (most := MAX_ANNOUNCEMENTS_OF_A_PEER):
             raise OverloadedError(f"{most} receive requests of the same daemon are announced here")
         if len(known) >= MAX_ANNOUNCEMENTS:
@@ -272,7 +277,7 @@ class PeerTransfers:
                 self._endpoints.effects.append(peer_send_of(one, number))
         if number == 0:
             for announcement in self._endpoints.announced(send_request.request_id):
-                if send_request.unmet:
+                if _fills(send_request, announcement):
                     self._join(announcement, send_request)
 
     def _join(self, announcement: Announcement, send_request: SendRequest) -> None:
@@ -455,7 +460,7 @@ class PeerTransfers:
                 f"the receive request has its {receive_request.sources} sources", field="request_id"
             )
         times = Clocked(now, receive_request.deadline_at)
-        return SendRequest(pool, receive_request.request_id, NO_SESSION, times, 1, origin)
+        return SendRequest(pool, receive_request.request_id, NO_SESSION, times, origin)
 
     def _remote_pool(self, peer: Incarnation, body: PeerSend) -> RemotePool:
         """Return another daemon's pool: as it was described before, or as this chunk describes it."""
@@ -508,6 +513,11 @@ class PeerTransfers:
         """Tell a receive request's home that the SENDs here have ended, and how."""
         body = SendWithdrawn(receive_request=announcement.receive_request, send_request=NO_SEND, error=error.info())
         self._endpoints.effects.append(SendToPeer(announcement.home, body))
+
+
+def _fills(send_request: SendRequest, announcement: Announcement) -> bool:
+    """Return whether a local send request may join another daemon's receive request."""
+    return bool(send_request.unmet) and shared_sources(announcement.source_pools, (send_request.pool.name,))
 
 
 def _without_epoch(name: ReceiveName) -> tuple[str, str, int]:

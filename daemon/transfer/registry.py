@@ -18,6 +18,7 @@ from kvferry.daemon.transfer.endpoints import (
     SendRequest,
     SourcePool,
     TransferOp,
+    shared_sources,
 )
 from kvferry.daemon.transfer.kept import Tombstones
 from kvferry.daemon.transfer.matching import Trim
@@ -28,7 +29,7 @@ from kvferry.pools.planning.page_ranges import lists_with_pages
 from kvferry.pools.planning.plan import Plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.codec import PageIds
-from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.errors import InvalidFieldError, KvferryError
 from kvferry.protocol.events import Finished, Matched, Settled
 from kvferry.protocol.peer_messages import HalfAbandoned, PeerBody, ReceiveClosed, ReceiveName, SendRefused
 
@@ -272,6 +273,26 @@ class Endpoints:
     def announced(self, request_id: str) -> list[Announcement]:
         """Return other daemons' receive requests for a request, oldest first."""
         return self._announced.of(request_id)
+
+    def check_destinations(self, request_id: str, destinations: int, source_pools: Sequence[str]) -> None:
+        """Check how many RECEIVEs a source fills, as one of them says, by what the others have said.
+
+        Raises:
+            InvalidFieldError: another number.
+        """
+        of_sessions = [
+            one
+            for one in self.of_request(request_id)
+            if one.state is State.OPEN and (isinstance(one, ReceiveRequest) or one.receive_requests)
+        ]
+        for one in (*of_sessions, *self.announced(request_id)):
+            theirs = (one.pool.name,) if isinstance(one, SendRequest) else one.source_pools
+            if one.destinations != destinations and shared_sources(theirs, source_pools):
+                raise InvalidFieldError(
+                    f"this RECEIVE says {destinations}, another one of the request {one.destinations}: all of them say "
+                    "how many pools receive",
+                    field="destinations",
+                )
 
     def receives_expecting(self, address: str) -> list[ReceiveRequest]:
         """Return the open receive requests that were announced to a daemon."""

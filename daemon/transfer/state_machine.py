@@ -43,6 +43,7 @@ from kvferry.daemon.transfer.endpoints import (
     ReceiveRequest,
     SendChunk,
     SendRequest,
+    shared_sources,
 )
 from kvferry.daemon.transfer.kept import Generations, Results, Tombstones
 from kvferry.daemon.transfer.matching import check_payload
@@ -52,6 +53,7 @@ from kvferry.daemon.transfer.transitions import TRANSITIONS, Event, State, Trans
 from kvferry.pools.planning.page_ranges import PageRange
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import (
+    InvalidFieldError,
     KvferryError,
     TransferExistsError,
     UnexpectedSourceError,
@@ -127,7 +129,9 @@ class TransferStateMachine:
         context: RequestContext,
         ranges: tuple[PageRange, ...],
         sources: int,
+        destinations: int,
         source_daemons: tuple[str, ...] = (),
+        source_pools: tuple[str, ...] = (),
         *,
         checksums: bool = False,
     ) -> Accepted:
@@ -137,16 +141,23 @@ class TransferStateMachine:
             context: the session, pool and deadline of the RECEIVE.
             ranges: the pages to fill.
             sources: how many send requests fill it, over all daemons.
+            destinations: how many receive requests of the request each of them fills, over all daemons.
             source_daemons: the other daemons that may have send requests for it.
+            source_pools: the names of the pools whose send requests fill it; none: of any.
             checksums: whether what arrives is compared with checksums of the source's bytes.
 
         Raises:
             TransferExistsError: the request id is in use.
+            InvalidFieldError: another RECEIVE of the request has said another number of ``destinations``, or
+                ``source_pools`` are not ``sources`` names.
             UnexpectedSourceError: more send requests wait than ``sources``.
             OverloadedError: too many payload bytes are kept.
             KvferryError: the pages cannot be written, or a waiting SEND does not fit: see ``match``.
         """
         self._check_tenant(context)
+        if source_pools and len(set(source_pools)) != sources:
+            raise InvalidFieldError(f"{len(set(source_pools))} names of {sources} sources", field="source_pools")
+        self.endpoints.check_destinations(context.request_id, destinations, source_pools)
         now = context.times.created_at
         receive_request = ReceiveRequest(
             context.pool,
@@ -155,12 +166,16 @@ class TransferStateMachine:
             context.times,
             ranges,
             sources,
+            destinations,
             source_daemons,
+            source_pools,
             checksums=checksums,
         )
         if receive_request.key in self.endpoints.receive_requests:
             raise TransferExistsError("a RECEIVE of this request into this pool is live", field="request_id")
-        send_requests = [one for one in self._open_sends(context) if len(one.receive_requests) < one.destinations]
+        send_requests = [
+            one for one in self._open_sends(context) if one.unmet and shared_sources(source_pools, (one.pool.name,))
+        ]
         if len(send_requests) > sources:
             raise UnexpectedSourceError(f"{len(send_requests)} pools send, sources={sources}", field="sources")
         payload_bytes = sum(len(chunk.payload) for one in send_requests for chunk in one.chunks)
@@ -207,7 +222,7 @@ class TransferStateMachine:
             self._completion.apply(receive_request, Event.PEERS_ENDED_BEFORE, now, cause=ended)
         self._completion.check_done(receive_request, now)
 
-    def send(self, context: RequestContext, chunk: SendChunk, destinations: int) -> Accepted:
+    def send(self, context: RequestContext, chunk: SendChunk) -> Accepted:
         """Accept a SEND and start its copies into the receive requests that wait for it.
 
         Raises:
@@ -220,7 +235,7 @@ class TransferStateMachine:
         """
         self._check_tenant(context)
         now = context.times.created_at
-        send_request = self._send_for(context, destinations)
+        send_request = self._send_for(context)
         number = len(send_request.chunks)
         check_chunk_count(send_request)
         check_continues(send_request, chunk)
@@ -230,7 +245,7 @@ class TransferStateMachine:
             one for one in send_request.receive_requests if isinstance(one, ReceiveRequest) and one.state is State.OPEN
         ]
         if number == 0:
-            receive_requests = self._receives_for(send_request, context)
+            receive_requests = self._receives_for(context)
         if chunk.payload:
             keeping = Counter([context.session_id, *(one.session_id for one in receive_requests)])
             for session_id, copies in keeping.items():
@@ -418,8 +433,8 @@ class TransferStateMachine:
         endpoints = self.endpoints.of_request(context.request_id)
         return [one for one in endpoints if isinstance(one, SendRequest) and one.state is State.OPEN]
 
-    def _send_for(self, context: RequestContext, destinations: int) -> SendRequest:
-        send_request = SendRequest(context.pool, context.request_id, context.session_id, context.times, destinations)
+    def _send_for(self, context: RequestContext) -> SendRequest:
+        send_request = SendRequest(context.pool, context.request_id, context.session_id, context.times)
         live = self.endpoints.send_requests.get(send_request.key)
         if live is None:
             self.results.check_not_failed(context.session_id, send_request.key)
@@ -433,10 +448,16 @@ class TransferStateMachine:
             raise TransferExistsError("the last SEND of this request from this pool was accepted", field="last")
         return live
 
-    def _receives_for(self, send_request: SendRequest, context: RequestContext) -> list[ReceiveRequest]:
+    def _receives_for(self, context: RequestContext) -> list[ReceiveRequest]:
         """Return the open receive requests that a new send request joins."""
         endpoints = self.endpoints.of_request(context.request_id)
-        receive_requests = [one for one in endpoints if isinstance(one, ReceiveRequest) and one.state is State.OPEN]
+        receive_requests = [
+            one
+            for one in endpoints
+            if isinstance(one, ReceiveRequest)
+            and one.state is State.OPEN
+            and shared_sources(one.source_pools, (context.pool.name,))
+        ]
         waiting = [
             receive_request
             for receive_request in receive_requests
@@ -444,7 +465,7 @@ class TransferStateMachine:
         ]
         if receive_requests and not waiting and not self.endpoints.announced(context.request_id):
             raise UnexpectedSourceError("every receive request of this request has all its sources", field="request_id")
-        return waiting[: send_request.destinations]
+        return waiting[: waiting[0].destinations] if waiting else []
 
     def _enter(self, endpoint: SendRequest | ReceiveRequest) -> None:
         """Add an endpoint; results and tombstones of earlier ones are dropped."""
@@ -469,7 +490,7 @@ class TransferStateMachine:
         return next(iter(self.endpoints.tombstones.notices_for(half, receive_request.pool.name, now)), None)
 
     def _check_receivers_live(self, send_request: SendRequest, number: int, now: float) -> None:
-        """Fail a new send request if its RECEIVEs were abandoned, or as many as its destinations have ended."""
+        """Fail a new send request if its RECEIVEs were abandoned, or all of them, by their number, have ended."""
         if number or not send_request.unmet:
             return
         half = send_request.half.other
@@ -479,7 +500,7 @@ class TransferStateMachine:
         if abandoned is not None or send_request.receive_requests:
             return
         ended = self.endpoints.tombstones.notices_for(half, send_request.pool.name, now)
-        if ended and len(ended) >= send_request.destinations:
+        if ended and len(ended) >= self.endpoints.tombstones.members(half):
             self._completion.apply(send_request, Event.PEERS_ENDED_BEFORE, now, cause=ended[0])
 
     def _step_ready(self, send_request: SendRequest, number: int, now: float) -> None:

@@ -9,7 +9,6 @@ once in a process. With the wrong one it starts all the same, and every transfer
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import mmap
 import os
 import socket
@@ -196,6 +195,8 @@ def check_protocol(settings: MooncakeSettings) -> None:
         ConfigError: it does not.
     """
     if settings.protocol == "ascend":
+        import importlib.metadata  # noqa: PLC0415  hosts without NPUs would pay for it at each start
+
         try:
             importlib.metadata.version(ASCEND_WHEEL)
         except importlib.metadata.PackageNotFoundError as cause:

@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvferry.pools.devices.cuda import CudaVendor
@@ -79,6 +79,7 @@ class Accelerator:
         self._streams: Streams | None = None
         self._reached: dict[str, bool] = {self.name: True}
         self._waiting_streams: list[tuple[torch.Stream, list[object]]] = []
+        self._retired: list[Mapped] = []
         self._registered: dict[int, torch.Tensor] = {}
 
     def when_lost(self, handler: Callable[[DeviceLostError], None]) -> None:
@@ -175,6 +176,29 @@ class Accelerator:
                     users.remove(user)
 
     @contextlib.contextmanager
+    def may_wait(self) -> Iterator[None]:
+        """Queue copies on a waiting stream that wait for an engine."""
+        with self._streams_lock:
+            yield
+
+    def retire(self, imported: Iterable[Mapped]) -> None:
+        """Take over memory that another process has shared by torch; ``let_go`` frees it.
+
+        torch waits for all streams of the device then, and for as long holds up all threads of this process.
+        """
+        with self._streams_lock:
+            self._retired += imported
+
+    def let_go(self) -> bool:
+        """Free what is retired, unless a stream waits for an engine; return whether there is nothing left of it."""
+        with self._streams_lock:
+            if self._retired and self.lost is None:
+                with self.calling():
+                    if all(one.query() for one, _ in self._waiting_streams):
+                        self._retired.clear()
+            return not self._retired
+
+    @contextlib.contextmanager
     def calling(self, more_s: float = 0.0) -> Iterator[None]:
         """Make calls to the device on this thread, and translate what they raise. Must not be nested.
 
@@ -248,8 +272,10 @@ class Accelerator:
         Raises:
             OutOfMemoryError: the device has too little free memory.
         """
-        rounded = -(-size_bytes // REGION_ALIGNMENT) * REGION_ALIGNMENT
-        mapped = self._vendor.allocate(self.index, rounded)
+        return self.zeroed(self._vendor.allocate(self.index, -(-size_bytes // REGION_ALIGNMENT) * REGION_ALIGNMENT))
+
+    def zeroed(self, mapped: Mapped) -> Mapped:
+        """Zero mapped memory, and return it; within ``calling``. Where that fails it is unmapped."""
         try:
             with on_stream(self.torch, self.streams.device_to_device) as stream:
                 mapped.tensor.zero_()

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -146,6 +146,26 @@ class RegionSegment(NamedTuple):
     mapped: Mapped
 
 
+class KeptMemory(Protocol):
+    """Memory of a region that another process owns, which does not map it.
+
+    Attributes:
+        key: under which it has it; it names memory, and lets nobody map it.
+        size_bytes: of it, as allocated.
+        outlives: whether it stays there when the region is closed.
+    """
+
+    key: str
+    size_bytes: int
+    outlives: bool
+
+    def share(self, process_id: int) -> Share:
+        """Return what a process needs to map it."""
+
+    def closed(self) -> None:
+        """Free it, unless it ``outlives``: this process has unmapped it."""
+
+
 def _nothing() -> None:
     return
 
@@ -170,6 +190,7 @@ class AcceleratorRegion:
 
     Attributes:
         accelerator: the device.
+        kept: memory that this process only maps; None if it is its own, or an engine's.
     """
 
     def __init__(
@@ -179,8 +200,21 @@ class AcceleratorRegion:
         size_bytes: int,
         stagings: StagingPool,
         on_closed: Callable[[], None] = lambda: None,
+        *,
+        kept: KeptMemory | None = None,
+        identity: int | None = None,
     ) -> None:
-        """Take ownership of the mapped memory; ``on_closed`` is called once it is unmapped."""
+        """Take ownership of the mapped memory.
+
+        Args:
+            accelerator: the device.
+            parts: what is mapped of it.
+            size_bytes: of the region.
+            stagings: of the device.
+            on_closed: called once it is unmapped.
+            kept: the memory, if another process owns it.
+            identity: of adopted memory; see ``Region.identity``.
+        """
         self.accelerator = accelerator
         self.device = accelerator.name
         self.size_bytes = size_bytes
@@ -188,7 +222,8 @@ class AcceleratorRegion:
         self._starts = [part.start for part in self._parts]
         self._stagings = stagings
         self._on_closed = on_closed
-        self._identity = new_number()
+        self.kept = kept
+        self._identity = new_number() if identity is None else identity
         self._cells: weakref.WeakKeyDictionary[BlockLayout, BlockCells] = weakref.WeakKeyDictionary()
         self._users = threading.Condition()
         self._using = 0
@@ -212,6 +247,8 @@ class AcceleratorRegion:
     def share(self, process_id: int) -> Share:
         """Return what the process needs to map the region. Never log it."""
         [part] = self._parts
+        if self.kept is not None:
+            return self.kept.share(process_id)
         with self.accelerator.calling():
             return self.accelerator.vendor.share(part.mapped, process_id)
 
@@ -357,12 +394,21 @@ class AcceleratorRegion:
         with self._users:
             self._users.wait_for(lambda: not self._using or self.accelerator.lost is not None)
             parts, self._parts = self._parts, []
-        if parts and self.accelerator.lost is None:
+        if not parts:
+            return
+        self._unmap(parts)
+        self.accelerator.retire(one.mapped for one in parts if one.mapped.keep is None)
+        parts.clear()
+        self.accelerator.let_go()
+        self._on_closed()
+        if self.kept is not None:
+            self.kept.closed()
+
+    def _unmap(self, parts: Sequence[RegionSegment]) -> None:
+        if self.accelerator.lost is None:
             with self.accelerator.calling():
-                for part in parts:
-                    self.accelerator.vendor.unmap(part.mapped)
-        if parts:
-            self._on_closed()
+                for one in parts:
+                    self.accelerator.vendor.unmap(one.mapped)
 
     def _bytes_at(self, start: int, size_bytes: int) -> torch.Tensor:
         """Return bytes that lie within one part."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from kvferry.pools.devices.vendor import Mapped, MemoryAt, export, import_share, on_stream, open_event
-from kvferry.protocol.errors import DeviceUnavailableError, InvalidFieldError, OutOfMemoryError
+from kvferry.protocol.errors import DeviceLostError, DeviceUnavailableError, InvalidFieldError, OutOfMemoryError
 from kvferry.protocol.session_stream import Share, TorchShare
 
 if TYPE_CHECKING:
@@ -21,12 +21,15 @@ if TYPE_CHECKING:
 
 _DEVICE_ORDINAL: Final = 9
 """CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL."""
+_DEFAULT: Final = 0
+"""CU_STREAM_WRITE_VALUE_DEFAULT; of a wait, CU_STREAM_WAIT_VALUE_GEQ."""
 
 
 class CudaVendor:
     """See ``Vendor``."""
 
     kind = "cuda"
+    can_be_kept = False
 
     def __init__(self) -> None:
         self._torch: Any = None
@@ -111,6 +114,22 @@ class CudaVendor:
         """See ``Vendor.copy_async``: CUDA recognises registered memory."""
         with on_stream(self._torch, stream):
             destination.copy_(source, non_blocking=True)
+
+    def write_value(self, address: int, value: int, stream: torch.Stream) -> None:
+        """See ``Vendor.write_value``."""
+        self._of_value("cuStreamWriteValue64_v2", address, value, stream)
+
+    def wait_value(self, address: int, value: int, stream: torch.Stream) -> None:
+        """See ``Vendor.wait_value``: CUDA compares as signed numbers, so values stay below 2**63."""
+        self._of_value("cuStreamWaitValue64_v2", address, value, stream)
+
+    def _of_value(self, name: str, address: int, value: int, stream: torch.Stream) -> None:
+        driver, own = ctypes.CDLL("libcuda.so.1"), self._torch.cuda.Stream
+        on = own(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+        raw = ctypes.c_void_p(on.cuda_stream)
+        error = getattr(driver, name)(raw, ctypes.c_uint64(address), ctypes.c_uint64(value), _DEFAULT)
+        if error:
+            raise DeviceLostError(f"{name} failed with error {error}")
 
     def update_graph(self, graph: Any, inputs: Sequence[Mapping[str, Any]]) -> None:  # noqa: ANN401
         """See ``Vendor.update_graph``: does nothing, as CUDA graphs read lengths from tensors."""

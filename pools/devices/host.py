@@ -17,7 +17,7 @@ import functools
 import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Final, Literal, Self, TypeAlias
 
@@ -149,9 +149,8 @@ class HostRegion:
             os.close(fd)
             raise OutOfMemoryError(f"cannot make a region of {size_bytes} bytes: {cause}") from cause
         region = cls(fd, size_bytes)
-        if pages == "transparent" and size_bytes >= _LEAST_TRANSPARENT:
-            with contextlib.suppress(OSError):  # a kernel without them
-                region.buffer.madvise(mmap.MADV_HUGEPAGE)
+        if pages == "transparent":
+            region.advise_huge_pages()
         return region
 
     @classmethod
@@ -178,6 +177,21 @@ class HostRegion:
     def identity(self) -> int:
         """Return a number that no other region of this host has while this one exists."""
         return identity_of(self._fd)
+
+    def advise_huge_pages(self) -> None:
+        """Let the kernel form huge pages of it, where it does that and the region is large enough."""
+        if self.size_bytes >= _LEAST_TRANSPARENT:
+            with contextlib.suppress(OSError):  # a kernel without them
+                self.buffer.madvise(mmap.MADV_HUGEPAGE)
+
+    def data_ranges(self) -> Iterator[tuple[int, int]]:
+        """Yield the parts that have memory, from byte to byte: elsewhere are zeros, which reading would allocate."""
+        stop = 0
+        with contextlib.suppress(OSError):  # ENXIO: there is no more
+            while True:
+                start = os.lseek(self._fd, stop, os.SEEK_DATA)
+                stop = os.lseek(self._fd, start, os.SEEK_HOLE)
+                yield start, stop
 
     def prefer_node(self, node: int) -> None:
         """Let what is allocated from now on, by whomever, come from a NUMA node as long as that has any.

@@ -30,11 +30,15 @@ if TYPE_CHECKING:
 _HBM_HUGE_PAGES: Final = 4
 _ON_DEVICE: Final = 1
 _HOST_REGISTER_PINNED: Final = 0x10000000
-_OUT_OF_MEMORY: Final = frozenset({200000, 207001, 207018, 300000})
+OUT_OF_MEMORY: Final = frozenset({200000, 207001, 207018, 300000})
+"""What calls that allocate return where the device has too little free memory."""
+
 _PLAIN_FORMATS: Final = frozenset({0, 1, 2, 27, 30, 35, 47})
 """NCHW, NHWC, ND, NDHWC, NCDHW, NC, NCL: row-major. All others are laid out in fractals."""
 
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
+_AT_LEAST: Final = 0
+"""aclrtValueWait's flag: until the word is >= the value."""
 _NOT_SUPPORTED: Final = 207000
 """ACL_ERROR_RT_FEATURE_NOT_SUPPORT."""
 
@@ -85,6 +89,7 @@ class NpuVendor:
     """See ``Vendor``."""
 
     kind = "npu"
+    can_be_kept = True
 
     def __init__(self) -> None:
         self._torch: Any = None
@@ -227,10 +232,7 @@ class NpuVendor:
 
     def record(self, event: torch.Event, stream: torch.Stream | None = None) -> None:
         """See ``Vendor.record``: flushes torch_npu's queue, whose thread would otherwise record some time later."""
-        on: Any = stream or self._torch.npu.current_stream()
-        own = self._torch.npu.Stream
-        if not isinstance(on, own):  # torch's own class, as torch.accelerator returns it
-            on = own(stream_id=on.stream_id, device_index=on.device_index, device_type=on.device_type)
+        on = self._own(stream or self._torch.npu.current_stream())
         event.record(on)
         on.npu_stream  # noqa: B018  launches what is queued before it returns the handle
 
@@ -250,11 +252,25 @@ class NpuVendor:
 
     def copy_async(self, destination: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
         """See ``Vendor.copy_async``. Operators queued on the stream before are launched before the copy."""
-        own: Any = stream  # torch_npu's class: it launches what is queued before it returns the handle
-        raw = own.npu_stream
+        raw = self._own(stream).npu_stream  # launches what is queued before it returns the handle
         kind = _DEVICE_TO_HOST if destination.device.type == "cpu" else _HOST_TO_DEVICE
         size = source.nbytes
         self._call("aclrtMemcpyAsync", destination.data_ptr(), size, source.data_ptr(), size, kind, raw)
+
+    def write_value(self, address: int, value: int, stream: torch.Stream) -> None:
+        """See ``Vendor.write_value``. Operators queued on the stream before are launched before it."""
+        self._call("aclrtValueWrite", address, value, 0, self._own(stream).npu_stream)
+
+    def wait_value(self, address: int, value: int, stream: torch.Stream) -> None:
+        """See ``Vendor.wait_value``; what torch_npu queues later is launched later."""
+        self._call("aclrtValueWait", address, value, _AT_LEAST, self._own(stream).npu_stream)
+
+    def _own(self, stream: torch.Stream) -> Any:  # noqa: ANN401  torch_npu's class
+        """Return a stream as torch_npu's class: what torch.accelerator returns is torch's own."""
+        own = self._torch.npu.Stream
+        if isinstance(stream, own):
+            return stream
+        return own(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
     def update_graph(self, graph: Any, inputs: Sequence[Mapping[str, Any]]) -> None:  # noqa: ANN401
         """See ``Vendor.update_graph``.
@@ -294,7 +310,7 @@ class NpuVendor:
 
     def _call(self, name: str, *arguments: Any) -> None:  # noqa: ANN401  ctypes
         error = getattr(self._acl, name)(*arguments)
-        if error in _OUT_OF_MEMORY:
+        if error in OUT_OF_MEMORY:
             raise OutOfMemoryError(f"{name} failed with error {error}: the device has too little free memory")
         if error:
             raise DeviceLostError(f"{name} failed with error {error}")
@@ -317,6 +333,8 @@ def _typed(acl: ctypes.CDLL) -> ctypes.CDLL:
         acl.aclrtMemGetAddressRange.argtypes = (pointer, pointer, pointer)
     acl.aclrtDeviceGetBareTgid.argtypes = (pointer,)
     acl.aclrtMemcpyAsync.argtypes = (pointer, size, pointer, size, ctypes.c_int, pointer)
+    acl.aclrtValueWrite.argtypes = (pointer, uint64, ctypes.c_uint32, pointer)
+    acl.aclrtValueWait.argtypes = (pointer, uint64, ctypes.c_uint32, pointer)
     return acl
 
 

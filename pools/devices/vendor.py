@@ -57,9 +57,15 @@ class MemoryAt(NamedTuple):
 
 
 class Vendor(Protocol):
-    """One vendor's devices."""
+    """One vendor's devices.
+
+    Attributes:
+        kind: the first part of their names.
+        can_be_kept: whether a process of its own, which maps nothing, can own memory that this one maps by a share.
+    """
 
     kind: str
+    can_be_kept: bool
 
     def load(self) -> None:
         """Import the devices' backend.
@@ -126,6 +132,15 @@ class Vendor(Protocol):
 
     def copy_async(self, destination: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
         """Copy contiguous bytes between a device and registered host memory that torch does not see as pinned."""
+
+    def write_value(self, address: int, value: int, stream: torch.Stream) -> None:
+        """Write a uint64 to device memory behind all that is queued on a stream; when this returns, the driver has it.
+
+        ``address`` is a multiple of 8.
+        """
+
+    def wait_value(self, address: int, value: int, stream: torch.Stream) -> None:
+        """Let a stream wait, behind all that is queued on it, until a uint64 of device memory is at least ``value``."""
 
     def update_graph(self, graph: Any, inputs: Sequence[Mapping[str, Any]]) -> None:  # noqa: ANN401  each maker's own
         """Rewrite the host lists that a captured graph has baked in, one mapping per updatable operator."""

@@ -11,14 +11,22 @@ from collections.abc import Mapping
 
 from kvferry.pools.layouts.mla import is_one_row
 from kvferry.pools.layouts.parts import FIA_NZ, ND, is_joined
-from kvferry.pools.planning.geometry import HND, PAGE_HEADS, dtype_bytes, page_bytes_of, page_rows
+from kvferry.pools.planning.geometry import (
+    HND,
+    PAGE_HEADS,
+    dtype_bytes,
+    is_channels_first,
+    page_bytes_of,
+    page_rows,
+    parts_of,
+)
 from kvferry.pools.planning.scales import check_scales
 from kvferry.protocol.errors import GeometryMismatchError, InvalidFieldError, KvferryError
 from kvferry.protocol.manifests import Entry
 
 MAX_ADDRESS = (1 << 63) - 1
 STATE_ROLES = ("conv", "ssm")
-"""Roles of arrays ``(slots, window, channels)`` and ``(slots, heads, ...)``, without tokens."""
+"""Roles of arrays ``(slots, window, channels)`` or channels first, and ``(slots, heads, ...)``, without tokens."""
 
 _TOKENS = {"page_tokens": 1, "heads": 2}
 """Axes of ``(pages, page_size, heads, dim)``: keys, values, packed rows, and (without dim) the indexer's scales."""
@@ -44,6 +52,7 @@ def check_entry(entry: Entry, field: str) -> None:
     if entry.total_heads is not None and heads > entry.total_heads:
         raise InvalidFieldError(f"{entry.name} has heads up to {heads} of {entry.total_heads}", field=f"{field}.heads")
     check_scales(entry, field)
+    _check_parts(entry, field)
     try:
         _check_page(entry)
         _check_shape(entry)
@@ -63,6 +72,25 @@ def _check_page(entry: Entry) -> None:
         parts = f"{rows} tokens x {entry.heads or 1} heads" if cells > 1 else "elements"
         raise GeometryMismatchError(
             f"{entry.name}: {entry.page_bytes} bytes do not divide into {parts}{dtype}", field="page_bytes"
+        )
+
+
+def _check_parts(entry: Entry, field: str) -> None:
+    """Check that the parts are all channels of a convolution's state, and divide into its heads."""
+    parts = parts_of(entry.format)
+    if not parts:
+        return
+    axis = 1 if is_channels_first(entry) else 2
+    is_conv = entry.role == "conv" and entry.page_tokens is None
+    if not is_conv or entry.heads is None or entry.shape is None or len(entry.shape) != 3:  # noqa: PLR2004  see above
+        raise InvalidFieldError(
+            f"{entry.name} has format {entry.format}: that is of states conv of three axes, with heads",
+            field=f"{field}.format",
+        )
+    if sum(parts) * entry.heads != entry.shape[axis]:
+        raise InvalidFieldError(
+            f"{entry.name}: {entry.heads} heads of format {entry.format} are not {entry.shape[axis]} channels",
+            field=f"{field}.format",
         )
 
 
@@ -96,7 +124,7 @@ def _check_shape(entry: Entry) -> None:
 
 def _axes(entry: Entry, shape: tuple[int, ...]) -> Mapping[str, int]:
     """Return the axis of the shape that each field gives; empty for formats that no layout here makes."""
-    known = entry.format in {None, ND, PAGE_HEADS} or _is_nz(entry) or _is_hnd(entry)
+    known = entry.format in {None, ND, PAGE_HEADS} or is_channels_first(entry) or _is_nz(entry) or _is_hnd(entry)
     if not shape or not (known or is_one_row(entry.format or "") or is_joined(entry.format or "")):
         return {}
     if _is_of_tokens(entry, shape):

@@ -1,8 +1,8 @@
 """State of Mamba and gated delta nets: one slot per request in each state layer, with or without attention layers.
 
-Device arrays are conv ``(layers, slots, conv_window, conv_channels)`` and ssm ``(layers, slots, heads, ...)``; a page
-is one slot, slot 0 is padding. Source: SGLang's ``MambaPool`` as its Ascend backend allocates it, with the window axis
-before the channels.
+Device arrays are conv ``(layers, slots, conv_window, conv_channels)``, or with the channels first, and ssm ``(layers,
+slots, heads, ...)``; a page is one slot, slot 0 is padding. Source: SGLang's ``MambaPool``; its channels are first, in
+KDA's layers the window.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvferry.pools.layouts.parts import (
     mha_draft_entries,
     shard_of,
 )
-from kvferry.pools.planning.geometry import MAX_PAGES, RankHeads, dtype_bytes
+from kvferry.pools.planning.geometry import CHANNELS_FIRST, CONV, MAX_PAGES, RankHeads, dtype_bytes
 from kvferry.pools.planning.manifest import lay_out
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.manifests import Component, Entry, MambaSpec, Manifest
@@ -89,24 +89,45 @@ def _state_entries(spec: MambaSpec, slots: int) -> list[Entry]:
     entries: list[Entry] = []
     heads = _state_heads(spec)
     if spec.conv_window is not None and spec.conv_channels is not None:
-        shape = (spec.conv_window, spec.conv_channels)  # a rank's channels are its shares of q, k and v side by side
-        shard = shard_of(heads, "state_head_start")
-        entries += _entries(spec, "conv", shape, spec.conv_dtype or spec.dtype, slots, shard)
+        _check_parts(spec, heads)
+        shape = (spec.conv_window, spec.conv_channels)
+        form = CHANNELS_FIRST if spec.conv_channels_first else CONV if spec.conv_parts else ND
+        form += "".join(f"_{part // heads.count}" for part in spec.conv_parts or ())
+        entries += _entries(
+            spec,
+            "conv",
+            shape[::-1] if spec.conv_channels_first else shape,
+            spec.conv_dtype or spec.dtype,
+            slots,
+            heads if spec.conv_parts else shard_of(heads, "state_head_start"),
+            form,
+        )
     if spec.ssm_shape is not None:
-        entries += _entries(spec, "ssm", spec.ssm_shape, spec.ssm_dtype, slots, heads)
+        entries += _entries(spec, "ssm", spec.ssm_shape, spec.ssm_dtype, slots, heads, ND)
     if not entries:
         raise InvalidFieldError("state layers need conv, ssm or both", field="ssm_shape")
     return entries
 
 
 def _state_heads(spec: MambaSpec) -> RankHeads:
-    if spec.ssm_shape is None:
-        return heads_of(spec.state_head_start, 1, spec.state_total_heads, 1, prefix="state_")
-    return heads_of(spec.state_head_start, spec.ssm_shape[0], spec.state_total_heads, 1, prefix="state_")
+    held = (spec.ssm_shape or spec.conv_parts or (1,))[0]
+    return heads_of(spec.state_head_start, held, spec.state_total_heads, spec.state_replicas, prefix="state_")
+
+
+def _check_parts(spec: MambaSpec, heads: RankHeads) -> None:
+    if spec.conv_parts is None:
+        return
+    if sum(spec.conv_parts) != spec.conv_channels:
+        raise InvalidFieldError(
+            f"{' + '.join(map(str, spec.conv_parts))} are not conv_channels, {spec.conv_channels}", field="conv_parts"
+        )
+    uneven = [part for part in spec.conv_parts if part % heads.count]
+    if uneven:
+        raise InvalidFieldError(f"{uneven[0]} channels of {heads.count} heads", field="conv_parts")
 
 
 def _entries(
-    spec: MambaSpec, role: str, shape: tuple[int, ...], dtype: str, slots: int, heads: RankHeads
+    spec: MambaSpec, role: str, shape: tuple[int, ...], dtype: str, slots: int, heads: RankHeads, form: str
 ) -> list[Entry]:
     return [
         entry_of(
@@ -116,7 +137,7 @@ def _entries(
             heads=heads,
             dtype=dtype,
             shape=(slots, *shape),
-            form=ND,
+            form=form,
         )
         for layer in spec.state_layers
     ]

@@ -22,13 +22,14 @@ from kvferry.pools.layouts.parts import (
     check_ascending,
     check_view,
     heads_beside,
+    index_entries,
     lay_out_groups,
     layers_from,
     main_components,
     main_part,
     mha_draft_entries,
 )
-from kvferry.pools.planning.geometry import page_count
+from kvferry.pools.planning.geometry import RankHeads, page_count
 from kvferry.pools.planning.manifest import lay_out
 from kvferry.pools.planning.scales import KeyValueScales, inherited
 from kvferry.protocol.errors import InvalidFieldError
@@ -38,7 +39,7 @@ SWA = "swa"
 
 
 def manifest_of(spec: MhaSpec) -> Manifest:
-    """Return the manifest: k of all layers, then v of all layers, then the draft's.
+    """Return the manifest: k of all layers, then v of all layers, an indexer's keys, then the draft's.
 
     Raises:
         InvalidFieldError: the layers, heads, dtype, view, groups or size are invalid.
@@ -49,9 +50,16 @@ def manifest_of(spec: MhaSpec) -> Manifest:
     return lay_out_groups(
         spec,
         part,
-        attention_entries(part, spec.head_dim, spec.v_head_dim),
+        [*attention_entries(part, spec.head_dim, spec.v_head_dim), *_index_entries(spec, part)],
         mha_draft_entries(spec.draft, part, spec.head_dim, spec.v_head_dim),
     )
+
+
+def _index_entries(spec: MhaSpec, part: Paged) -> list[Entry]:
+    """Return the keys of an indexer, of which each rank that has some heads has all."""
+    heads = part.heads
+    alike = RankHeads(0, 1, 1, heads.total // heads.count * heads.replicas)
+    return index_entries(spec, msgspec.structs.replace(part, heads=alike, scales=KeyValueScales(), joined=False))
 
 
 def hybrid_manifest_of(spec: HybridSwaSpec) -> Manifest:
@@ -85,7 +93,7 @@ def _check_layers(spec: HybridSwaSpec) -> None:
     check_apart(spec.full_layers, spec.window_layers, "window_layers")
     if not spec.full_layers and not spec.window_layers:
         raise InvalidFieldError("neither full nor window layers given", field="full_layers")
-    if spec.window_tokens < spec.window:
+    if spec.window is not None and spec.window_tokens < spec.window:
         raise InvalidFieldError(
             f"{spec.window_tokens} tokens cannot hold a window of {spec.window}", field="window_tokens"
         )

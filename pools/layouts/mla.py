@@ -16,19 +16,17 @@ another split nor with separate latent and rope.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import cast
 
 import msgspec
 
 from kvferry.pools.layouts.parts import (
     DRAFT,
-    ND,
     SCALE_DTYPE,
     Paged,
     check_absent,
-    check_ascending,
     check_view,
+    index_entries,
     lay_out_groups,
     layers_from,
     mha_draft_entries,
@@ -73,7 +71,7 @@ def manifest_of(spec: MlaSpec) -> Manifest:
         dtype=spec.dtype,
         view=spec.view,
     )
-    return lay_out_groups(spec, part, [*_attention(spec, part), *_indexer(spec, part)], _draft_entries(spec, part))
+    return lay_out_groups(spec, part, [*_attention(spec, part), *index_entries(spec, part)], _draft_entries(spec, part))
 
 
 def packed_token_bytes(kv_lora_rank: int, qk_rope_head_dim: int) -> int:
@@ -134,7 +132,7 @@ def _draft_entries(spec: MlaSpec, main: Paged) -> list[Entry]:
         heads=RankHeads(0, 1, 1, draft.replicas or spec.replicas),
         dtype=own.dtype,
     )
-    return [*_attention(own, part), *_indexer(own, part)]
+    return [*_attention(own, part), *index_entries(own, part)]
 
 
 def _draft_scale(spec: MlaSpec, draft: DraftSpec) -> Scale | LayerScales | None:
@@ -176,38 +174,3 @@ def _joined(spec: MlaSpec, part: Paged) -> list[Entry]:
     split = f"{spec.kv_lora_rank}_{spec.qk_rope_head_dim}"
     form = f"{JOINED_FORMATS[spec.view]}_{split}" if spec.view in JOINED_FORMATS else f"{rows[0].format}_{split}"
     return [msgspec.structs.replace(entry, format=packed_as(form, spec.packing)) for entry in rows]
-
-
-def _indexer(spec: MlaSpec, part: Paged) -> list[Entry]:
-    if spec.index_head_dim is None:
-        for field in ("index_layers", "index_dtype"):
-            if getattr(spec, field) is not None:
-                raise InvalidFieldError("an indexer needs index_head_dim", field=field)
-        if spec.index_scale:
-            raise InvalidFieldError("an indexer needs index_head_dim", field="index_scale")
-        return []
-    layers = _index_layers(spec, part.layers)
-    keys = msgspec.structs.replace(part, dtype=spec.index_dtype or spec.dtype)
-    entries = paged_entries(keys, "index_k", spec.index_head_dim, layers)
-    if spec.index_scale:
-        scales = msgspec.structs.replace(part, dtype=SCALE_DTYPE)
-        shape = (part.pages, part.page_size, 1)
-        size = dtype_bytes(SCALE_DTYPE)
-        entries += [paged_entry(scales, "index_scale", layer, shape, size, form=ND) for layer in layers]
-    return entries
-
-
-def _index_layers(spec: MlaSpec, layers: Sequence[int]) -> Sequence[int]:
-    if spec.index_layers is None:
-        return layers
-    if isinstance(spec.index_layers, int):
-        if spec.index_layers > len(layers):
-            raise InvalidFieldError(f"{spec.index_layers} of {len(layers)} layers", field="index_layers")
-        return layers[: spec.index_layers]
-    check_ascending(spec.index_layers, "index_layers")
-    for index, layer in enumerate(spec.index_layers):
-        if layer not in layers:
-            raise InvalidFieldError(
-                f"layer {layer} is not one of {layers[0]}..{layers[-1]}", field=f"index_layers[{index}]"
-            )
-    return spec.index_layers

@@ -47,9 +47,10 @@ class DeltaNet(msgspec.Struct, frozen=True):
     conv_kernel: int
 
     @property
-    def channels(self) -> int:
+    def parts(self) -> tuple[int, int, int]:
         """Return the channels of the convolution: q and k, each with the key heads, and v."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.value_heads * self.value_dim
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -298,7 +299,8 @@ def _states(facts: ModelFacts, net: DeltaNet, stage: range, rank: tuple[int, int
         "state_layers": facts.other_layers(stage),
         "slots": requests,
         "conv_window": net.conv_kernel - 1,
-        "conv_channels": net.channels // tp_size,
+        "conv_channels": sum(net.parts) // tp_size,
+        "conv_parts": tuple(part // tp_size for part in net.parts),
         "ssm_shape": (heads, net.key_dim, net.value_dim),
         "state_head_start": tp_rank * heads,
         "state_total_heads": net.value_heads,

@@ -206,6 +206,47 @@ def attention_entries(part: Paged, head_dim: int, v_head_dim: int | None) -> lis
     ]
 
 
+def index_entries(spec: MhaSpec | MlaSpec, part: Paged) -> list[Entry]:
+    """Return an indexer's keys, then their scales: one head, on the part's pages, of the layers that have one.
+
+    Raises:
+        InvalidFieldError: layers that the part does not have, an unknown dtype, or there is no indexer to have them.
+    """
+    has_scales = isinstance(spec, MlaSpec) and spec.index_scale
+    if spec.index_head_dim is None:
+        for field in ("index_layers", "index_dtype"):
+            if getattr(spec, field) is not None:
+                raise InvalidFieldError("an indexer needs index_head_dim", field=field)
+        if has_scales:
+            raise InvalidFieldError("an indexer needs index_head_dim", field="index_scale")
+        return []
+    layers = _index_layers(spec, part.layers)
+    keys = msgspec.structs.replace(part, dtype=spec.index_dtype or spec.dtype)
+    entries = paged_entries(keys, "index_k", spec.index_head_dim, layers)
+    if has_scales:
+        scales = msgspec.structs.replace(part, dtype=SCALE_DTYPE)
+        shape = (part.pages, part.page_size, 1)
+        size = dtype_bytes(SCALE_DTYPE)
+        entries += [paged_entry(scales, "index_scale", layer, shape, size, form=ND) for layer in layers]
+    return entries
+
+
+def _index_layers(spec: MhaSpec | MlaSpec, layers: Sequence[int]) -> Sequence[int]:
+    if spec.index_layers is None:
+        return layers
+    if isinstance(spec.index_layers, int):
+        if spec.index_layers > len(layers):
+            raise InvalidFieldError(f"{spec.index_layers} of {len(layers)} layers", field="index_layers")
+        return layers[: spec.index_layers]
+    check_ascending(spec.index_layers, "index_layers")
+    for index, layer in enumerate(spec.index_layers):
+        if layer not in layers:
+            raise InvalidFieldError(
+                f"layer {layer} is not one of {layers[0]}..{layers[-1]}", field=f"index_layers[{index}]"
+            )
+    return spec.index_layers
+
+
 def paged_entries(part: Paged, role: str, dim: int, layers: Sequence[int] | None = None) -> list[Entry]:
     """Return a role's entries: per layer one array ``(pages, page_size, heads, dim)``, in the part's view.
 

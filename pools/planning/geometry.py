@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import re
+from typing import Final
 
 import msgspec
 
@@ -27,6 +30,16 @@ PAGE_HEADS = "PAGE_HEADS"
 HND = "HND"
 """Begins the formats whose pages are ``(heads, page_size, dim)``: a head of a page is contiguous."""
 
+CONV = "CONV"
+"""Begins the formats of a convolution's states ``(slots, window, channels)`` that name the channels of a head in each
+part of a row: ``CONV_4_4_8``.
+"""
+
+CHANNELS_FIRST = "CHANNELS_FIRST"
+"""Begins the formats of such states as ``(slots, channels, window)``; the parts follow in the same way, if given."""
+
+_PARTS: Final = re.compile(f"(?:{CONV}|{CHANNELS_FIRST})((?:_[1-9][0-9]{{0,8}}){{1,16}})")
+
 MAX_PAGES = (1 << 31) - 1
 """Page numbers are int32 in graph tables."""
 
@@ -43,10 +56,29 @@ def dtype_bytes(dtype: str) -> int:
     return size
 
 
+@functools.lru_cache
+def parts_of(form: str | None) -> tuple[int, ...]:
+    """Return the channels of a head in each part that a format names; () if it names none."""
+    found = _PARTS.fullmatch(form or "")
+    return tuple(int(one) for one in found[1].split("_")[1:]) if found else ()
+
+
 def page_rows(entry: Entry) -> int | None:
-    """Return the rows of a page, each with all heads: its tokens, 1 where the heads come first, None if not given."""
+    """Return the rows of a page, each with all heads: its tokens, or 1 where the heads come first; None if unknown.
+
+    A row of a convolution's state has all channels; which are of which head is known only from its parts.
+    """
+    if entry.role == "conv" and entry.page_tokens is None:
+        if not parts_of(entry.format) or entry.shape is None:
+            return None
+        return 1 if is_channels_first(entry) else entry.shape[1]
     heads_first = entry.format is not None and entry.format.startswith((PAGE_HEADS, HND))
-    return 1 if heads_first else entry.page_tokens
+    return 1 if heads_first or (entry.role == "ssm" and entry.page_tokens is None) else entry.page_tokens
+
+
+def is_channels_first(entry: Entry) -> bool:
+    """Return whether a state's window is the last axis."""
+    return entry.format is not None and entry.format.startswith(CHANNELS_FIRST)
 
 
 def page_count(tokens: int, page_size: int, field: str = "tokens") -> int:

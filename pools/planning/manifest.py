@@ -94,6 +94,13 @@ def spaces_of(manifest: Manifest) -> dict[str, int]:
     return {one.space: one.pages for one in manifest.components}
 
 
+def groups_of(manifest: Manifest) -> dict[str, str]:
+    """Return the page space of each group: what has a page list of its own, a space or one of several groups in it."""
+    return {one.space: one.space for one in manifest.components} | {
+        one.name: one.space for one in manifest.components if one.group
+    }
+
+
 def windows_of(manifest: Manifest) -> dict[str, int | None]:
     """Return the length in tokens of each sliding window, by its component's name."""
     return {one.name: one.window for one in manifest.components if one.kind == "window"}

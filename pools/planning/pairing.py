@@ -16,9 +16,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.pools.copy_kernel import Entries
-from kvferry.pools.planning.geometry import HND, PAGE_HEADS, Heads, intersect, page_rows
+from kvferry.pools.planning.geometry import (
+    CHANNELS_FIRST,
+    CONV,
+    HND,
+    PAGE_HEADS,
+    Heads,
+    intersect,
+    is_channels_first,
+    page_rows,
+    parts_of,
+)
 from kvferry.pools.planning.manifest import check_unique, key_of
-from kvferry.pools.planning.plan import PlanSide, entries_between, make_side
+from kvferry.pools.planning.plan import PlanSide, entries_between, make_side, slice_count
 from kvferry.pools.planning.scales import check_same_scales
 from kvferry.protocol.errors import GeometryMismatchError, ScaleMismatchError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry
@@ -29,7 +39,7 @@ MUST_AGREE = ("dtype", "format", "page_tokens", "head_start", "heads", "total_he
 MUST_AGREE_SLICED = ("page_tokens", "total_heads", "dtype", "format")
 """Fields that must be equal where the entries hold different heads; so must the bytes of one head of one token."""
 
-SLICEABLE_FORMATS = ("ND", PAGE_HEADS, HND, "KV_")
+SLICEABLE_FORMATS = ("ND", PAGE_HEADS, HND, "KV_", f"{CONV}_", f"{CHANNELS_FIRST}_")
 """How the formats begin in which one head of one token, or of one page, is contiguous."""
 
 SCALE_ROLES = {"k": "k_scale", "v": "v_scale", "index_k": "index_scale"}
@@ -54,6 +64,11 @@ class Pair(NamedTuple):
     destination: Entry
     destination_index: int
     heads: HeadSlice | None = None
+
+    @property
+    def slices(self) -> int:
+        """Return how many entries of a plan the pair is."""
+        return slice_count(self.source, None if self.heads is None else Heads(self.heads.source, self.heads.count))
 
 
 class Pairing(msgspec.Struct, frozen=True, dict=True):
@@ -161,6 +176,8 @@ def _pair(source: Entry, destination: Entry, index: int) -> Pair | None:
     if (source.head_start, source.heads) != (destination.head_start, destination.heads):
         ours, theirs = _heads_of(source), _heads_of(destination)
         if ours and theirs:
+            if (source.heads, source.total_heads) != (destination.heads, destination.total_heads):
+                _check_parts_known(source, destination, index)
             for field in MUST_AGREE_SLICED:
                 _check_field(source, destination, field, index)
             common = intersect(ours, theirs)
@@ -215,6 +232,14 @@ def _check_sliceable(source: Entry, destination: Entry, index: int) -> None:
         )
     if destination.format == PAGE_HEADS:
         return  # its last axis is the heads
+    if destination.page_tokens is None:
+        ours, theirs = _head_shape(source), _head_shape(destination)
+        if ours and theirs and ours != theirs:
+            raise GeometryMismatchError(
+                f"{destination.name}: a head is {ours} at the source, {theirs} at the destination",
+                field=f"destination.entries[{index}].shape",
+            )
+        return
     if source.shape and destination.shape and source.shape[-1] != destination.shape[-1]:
         raise GeometryMismatchError(
             f"{destination.name}: a head is {source.shape[-1]} wide at the source, {destination.shape[-1]} at the "
@@ -223,12 +248,22 @@ def _check_sliceable(source: Entry, destination: Entry, index: int) -> None:
         )
 
 
+def _check_parts_known(source: Entry, destination: Entry, index: int) -> None:
+    """Check that both sides say which channels of a convolution's state are of which head."""
+    if destination.role == "conv" and not (parts_of(source.format) and parts_of(destination.format)):
+        raise GeometryMismatchError(
+            f"{destination.name}: the two sides hold different channels, and which parts of the convolution are split "
+            "over ranks is not known: give conv_parts on both sides",
+            field=f"destination.entries[{index}].format",
+        )
+
+
 def _head_bytes(entry: Entry, index: int) -> int:
     """Return the bytes of one head of one token."""
     rows = page_rows(entry)
     if rows is None or entry.heads is None:
         raise GeometryMismatchError(
-            f"{entry.name}: pages can be cut by heads only if both sides give page_tokens",
+            f"{entry.name}: pages can be cut by heads only if both sides give page_tokens or, of states, the shape",
             field=f"destination.entries[{index}].page_tokens",
         )
     size, rest = divmod(entry.page_bytes, rows * entry.heads)
@@ -254,6 +289,12 @@ def _check_agreement(source: Entry, destination: Entry, index: int) -> None:
 def _token_shape(entry: Entry) -> tuple[int, ...]:
     """Return the last two axes of the shape without its page axis: (heads, width) of a token; () if unknown."""
     return (entry.shape or ())[1:][-2:]
+
+
+def _head_shape(entry: Entry) -> tuple[int, ...]:
+    """Return the shape of a head of a state, or the window of a convolution's; () if unknown."""
+    shape = entry.shape or ()
+    return shape[1:2] if entry.role == "conv" and not is_channels_first(entry) else shape[2:]
 
 
 def _check_field(source: Entry, destination: Entry, field: str, index: int) -> None:

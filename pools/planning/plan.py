@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvferry.pools import copy_kernel
 from kvferry.pools.copy_kernel import Copies, Entries
-from kvferry.pools.planning.geometry import Heads, page_rows
+from kvferry.pools.planning.geometry import Heads, page_rows, parts_of
 from kvferry.pools.planning.page_ids import Runs, bounds, check_distinct, check_equal_length, check_range, coalesce
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import GeometryMismatchError, UncoveredEntryError
@@ -36,7 +36,8 @@ Sizes: TypeAlias = npt.NDArray[np.uint64]
 class PlanSide(msgspec.Struct, frozen=True):
     """Where one side's bytes lie. A page has ``rows`` rows; one slice of each row is exchanged.
 
-    If whole pages are exchanged, ``rows`` is 1 and the slice is the page. Otherwise a row is one token.
+    If whole pages are exchanged, ``rows`` is 1 and the slice is the page. Otherwise a row is one token. An entry whose
+    rows have parts, each with a slice, is an entry for each part here.
 
     Attributes:
         base: address of each entry.
@@ -250,20 +251,29 @@ def make_side(entries: Sequence[Entry], heads: Sequence[Heads | None] | None, id
     Raises:
         GeometryMismatchError: an entry cannot be cut by these heads.
     """
-    base = np.array([entry.base for entry in entries], np.uint64)
-    page_bytes = np.array([entry.page_bytes for entry in entries], np.uint64)
-    ones, zeros = np.ones(len(entries), np.uint64), np.zeros(len(entries), np.uint64)
     if heads is None or not any(heads):
+        base = np.array([entry.base for entry in entries], np.uint64)
+        page_bytes = np.array([entry.page_bytes for entry in entries], np.uint64)
+        ones, zeros = np.ones(len(entries), np.uint64), np.zeros(len(entries), np.uint64)
         return PlanSide(base, page_bytes, ones, page_bytes, zeros, page_bytes, ids)
-    shapes = np.array([_slice_of(entry, its) for entry, its in zip(entries, heads, strict=True)], np.uint64)
-    rows, row_bytes, slice_offset, slice_bytes = np.ascontiguousarray(shapes.T)
+    slices = [
+        (entry.base, entry.page_bytes, *one)
+        for entry, its in zip(entries, heads, strict=True)
+        for one in _slices_of(entry, its)
+    ]
+    base, page_bytes, rows, row_bytes, slice_offset, slice_bytes = np.ascontiguousarray(np.array(slices, np.uint64).T)
     return PlanSide(base, page_bytes, rows, row_bytes, slice_offset, slice_bytes, ids)
 
 
-def _slice_of(entry: Entry, heads: Heads | None) -> tuple[int, int, int, int]:
-    """Return (rows, row_bytes, slice_offset, slice_bytes)."""
+def slice_count(entry: Entry, heads: Heads | None) -> int:
+    """Return how many entries of a plan an entry is, of which these heads are exchanged: one, or its parts."""
+    return 1 if heads is None else len(parts_of(entry.format) or (1,))
+
+
+def _slices_of(entry: Entry, heads: Heads | None) -> list[tuple[int, int, int, int]]:
+    """Return (rows, row_bytes, slice_offset, slice_bytes), of each part."""
     if heads is None:
-        return 1, entry.page_bytes, 0, entry.page_bytes
+        return [(1, entry.page_bytes, 0, entry.page_bytes)]
     rows, held = page_rows(entry) or 0, entry.heads or 0
     if heads.start < 0 or heads.count < 1 or heads.stop > held or rows < 1 or entry.page_bytes % (rows * held):
         raise GeometryMismatchError(
@@ -271,11 +281,16 @@ def _slice_of(entry: Entry, heads: Heads | None) -> tuple[int, int, int, int]:
             f"{heads.start}..{heads.stop - 1}",
             field="heads",
         )
-    if heads.count == held:
-        return 1, entry.page_bytes, 0, entry.page_bytes
-    row_bytes = entry.page_bytes // rows
-    head_bytes = row_bytes // held
-    return rows, row_bytes, heads.start * head_bytes, heads.count * head_bytes
+    parts = parts_of(entry.format) or (1,)
+    if heads.count == held and len(parts) == 1:
+        return [(1, entry.page_bytes, 0, entry.page_bytes)]
+    row_bytes, slices, first = entry.page_bytes // rows, [], 0
+    for part in parts:
+        part_bytes = row_bytes * part // sum(parts)
+        head_bytes = part_bytes // held
+        slices.append((rows, row_bytes, first + heads.start * head_bytes, heads.count * head_bytes))
+        first += part_bytes
+    return slices
 
 
 def entries_between(source: PlanSide, destination: PlanSide) -> Entries:

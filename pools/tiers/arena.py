@@ -150,6 +150,22 @@ class Arena:
         self._starts, self._sizes = starts[first], np.add.reduceat(sizes, first)
         self._free += step * len(offsets)
 
+    def occupy(self, starts: Offsets, sizes: Offsets) -> None:
+        """Take extents that were allocated in an earlier life, of an arena of which nothing is.
+
+        Args:
+            starts: ``(n,)``, in any order, where each begins; they do not overlap, and are within the arena.
+            sizes: ``(n,)`` int64, in whole allocation units.
+        """
+        assert self._free == self._size, "an arena in use"
+        order = starts.argsort()
+        begins = np.concatenate((np.zeros(1, np.int64), starts[order] + sizes[order]))
+        sizes_free = np.concatenate((starts[order], [self._size])) - begins
+        assert sizes_free.min() >= 0, "extents overlap, or are past the arena"
+        self.changes += 1
+        self._starts, self._sizes = begins[sizes_free > 0], sizes_free[sizes_free > 0]
+        self._free = int(self._sizes.sum())
+
     def grow(self, size_bytes: int) -> None:
         """Make it larger, up to ``max_bytes``: the new bytes are free."""
         self.changes += 1

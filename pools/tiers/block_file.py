@@ -11,7 +11,7 @@ A file is ``header | page 0 | page 1 | ...``. The header fills whole 4096 bytes:
     8  XXH3-64 of all preceding bytes of the header
 
 So each byte of the file is covered by one checksum: the header by its own, each page by the page's. Files are stored
-under ``TENANT/LAYOUT_DIGEST-IDENTITY/SPACE-BLOCK_PAGES/HH/HASH``, HH being the first two digits of HASH. The header
+under ``TENANT/LAYOUT_DIGEST-IDENTITY/GROUP-BLOCK_PAGES/HH/HASH``, HH being the first two digits of HASH. The header
 names the namespace, so a file of another one is rejected wherever it lies. Format 1, in folders ``LAYOUT_DIGEST``, did
 not say which model's KV a file holds: such files are left alone and never served.
 """
@@ -92,14 +92,14 @@ _PREFIX = struct.Struct("<8sIII")
 _CHECKSUM = struct.Struct("<Q")
 MAX_LABEL_BYTES = 512
 _FIXED_BYTES = 1024
-"""Upper bound of the description without the space's name and the digests."""
+"""Upper bound of the description without the group's name and the digests."""
 _DIGEST_BYTES = 9
 
 TENANT_NAME = re.compile(r"(0|[1-9][0-9]{0,9})\Z")
 FORM_NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\Z")
 OUTDATED_NAME = re.compile(r"[0-9a-f]{32}\Z")
 """A folder of format 1, at the level of ``FORM_NAME``."""
-SPACE_NAME = re.compile(r"([a-z][a-z0-9_]{0,63})-([1-9][0-9]{0,6})\Z")
+GROUP_NAME = re.compile(r"([a-z][a-z0-9_]{0,63})-([1-9][0-9]{0,6})\Z")
 LEAF_NAME = re.compile(r"[0-9a-f]{2}\Z")
 BLOCK_NAME = re.compile(r"[0-9a-f]{32}\Z")
 PART_NAME = re.compile(r"[0-9a-f]{32}\.([0-9a-f]{16})-[0-9a-f]+\.part\Z")
@@ -114,7 +114,7 @@ class BlockHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     tenant: int
     layout_digest: str
     identity: str
-    space: str
+    group: str
     block_pages: int
     hash: bytes
     parent: bytes | None
@@ -126,7 +126,7 @@ class BlockHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     def key(self) -> BlockKey:
         """Return the block's key."""
         return BlockKey(
-            Namespace(self.tenant, self.layout_digest, self.identity, self.space, self.block_pages), self.hash
+            Namespace(self.tenant, self.layout_digest, self.identity, self.group, self.block_pages), self.hash
         )
 
 
@@ -147,7 +147,7 @@ def new_header(
 
 def header_bytes(namespace: Namespace) -> int:
     """Return the header size in a namespace: the same for all its blocks, so that a file's size is known beforehand."""
-    needed = _PREFIX.size + _FIXED_BYTES + len(namespace.space) + _DIGEST_BYTES * namespace.block_pages + _CHECKSUM.size
+    needed = _PREFIX.size + _FIXED_BYTES + len(namespace.group) + _DIGEST_BYTES * namespace.block_pages + _CHECKSUM.size
     return needed + -needed % ALIGNMENT
 
 
@@ -217,19 +217,19 @@ def folder_of(key: BlockKey) -> Path:
         ValueError: a name that could escape the root, or that no scan would find.
     """
     where = key.namespace
-    names = (str(where.tenant), f"{where.layout_digest}-{where.identity}", f"{where.space}-{where.block_pages}")
-    for name, pattern in zip(names, (TENANT_NAME, FORM_NAME, SPACE_NAME), strict=True):
+    names = (str(where.tenant), f"{where.layout_digest}-{where.identity}", f"{where.group}-{where.block_pages}")
+    for name, pattern in zip(names, (TENANT_NAME, FORM_NAME, GROUP_NAME), strict=True):
         if not pattern.match(name):
             raise ValueError(f"{name!r} is not a valid folder name for blocks")
     return Path(*names, file_name(key)[:2])
 
 
 def namespace_of(folder: Path) -> Namespace:
-    """Return the namespace of the blocks in a folder, which is named ``.../TENANT/FORM/SPACE-BLOCK_PAGES/HH``."""
+    """Return the namespace of the blocks in a folder, which is named ``.../TENANT/FORM/GROUP-BLOCK_PAGES/HH``."""
     tenant, form, named, _ = folder.parts[-4:]
     layout_digest, identity = form.split("-")
-    space, block_pages = named.rsplit("-", 1)
-    return Namespace(int(tenant), layout_digest, identity, space, int(block_pages))
+    group, block_pages = named.rsplit("-", 1)
+    return Namespace(int(tenant), layout_digest, identity, group, int(block_pages))
 
 
 def file_name(key: BlockKey) -> str:

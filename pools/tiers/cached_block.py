@@ -29,7 +29,7 @@ DIGEST_BYTES: Final = 8
 
 
 class Namespace(NamedTuple):
-    """Blocks of one namespace are interchangeable: one tenant, one model's KV, one page layout, one block size.
+    """Blocks of one namespace are interchangeable: one tenant, one model's KV, page layout, group and block size.
 
     It is part of every key in memory, on disk and in the store.
     ``layout_digest`` and ``identity`` are 32 hexadecimal digits each.
@@ -40,7 +40,8 @@ class Namespace(NamedTuple):
     """The layout of a page: layers, roles, dtypes, formats, scales, and which of the model's heads it holds."""
     identity: str
     """The model whose KV it is: see ``identity_of``."""
-    space: str
+    group: str
+    """The page space, or the group of layers in it, whose pages they are: one hash may name a block of each."""
     block_pages: int
 
 

@@ -32,13 +32,13 @@ from kvferry.pools.integrity import Problem
 from kvferry.pools.tiers.block_file import (
     BLOCK_NAME,
     FORM_NAME,
+    GROUP_NAME,
     HASH_BYTES,
     LEAF_NAME,
     LOCK_FILE,
     OUTDATED_NAME,
     PART_NAME,
     READ_FLAGS,
-    SPACE_NAME,
     TENANT_NAME,
     BlockHeader,
     BlockReader,
@@ -108,7 +108,7 @@ def _is_short(error: DiskError) -> bool:
     return isinstance(error.__cause__, OSError) and error.__cause__.errno in SHORT
 
 
-_LEVELS = (TENANT_NAME, FORM_NAME, SPACE_NAME, LEAF_NAME)
+_LEVELS = (TENANT_NAME, FORM_NAME, GROUP_NAME, LEAF_NAME)
 _FORM_LEVEL = 1
 
 

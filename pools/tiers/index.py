@@ -333,6 +333,41 @@ class BlockIndex:
         self._publish([block])
         return block
 
+    def adopt_in_host(
+        self,
+        namespace: Namespace,
+        names: Iterable[tuple[bytes, bytes | None, int]],
+        size_bytes: int,
+        offsets: Offsets,
+        digests: npt.NDArray[np.uint64] | None,
+    ) -> list[int]:
+        """Add blocks whose bytes an earlier daemon has left in the host tier.
+
+        Args:
+            namespace: of all.
+            names: of each the hash, the parent and the depth; a parent before its children.
+            size_bytes: of one block.
+            offsets: ``(blocks, block_pages)`` int64.
+            digests: of the same shape; None if they have none.
+
+        Returns:
+            Which of them, by number, were in the host tier already: the caller frees their bytes.
+        """
+        fresh: list[CachedBlock] = []
+        at, refused = list[int](), list[int]()
+        for number, (block_hash, parent, depth) in enumerate(names):
+            [(block, is_fresh)] = self.begin(namespace, [block_hash], parent, size_bytes)
+            if is_fresh:
+                block.depth = depth
+                fresh.append(block)
+                at.append(number)
+                continue
+            its = () if digests is None else tuple(digests[number].tolist())
+            if not self.enter_host(block, offsets[number], its):
+                refused.append(number)
+        self.commit(fresh, offsets[at], None if digests is None else digests[at])
+        return refused
+
     # --- tiers ---
 
     def enter_host(self, block: CachedBlock, offsets: Offsets, digests: Digests | None = None) -> bool:

@@ -97,8 +97,7 @@ class OwnFolder:
             os.fchmod(fd, FILE_MODE)
             with suppress(PermissionError):  # root's folder
                 os.fchmod(self.fd, self.mode & ~OTHERS_READ)
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            self._sign(fd)
         except BlockingIOError:
             holder = os.pread(fd, _HOLDER_BYTES, 0).decode(errors="replace").strip() or "of unknown pid"
             os.close(fd)
@@ -112,6 +111,26 @@ class OwnFolder:
             os.close(fd)
             raise
         self._lock_fd = fd
+
+    @property
+    def locked(self) -> tuple[int, int]:
+        """Return the descriptors that have the lock: it is held as long as anybody has them."""
+        return self.fd, self._lock_fd
+
+    def hold(self, locked: tuple[int, int]) -> None:
+        """Take over the lock that another process has had; the descriptors are owned from now on.
+
+        Raises:
+            ConfigError: they are of another folder.
+        """
+        folder, fd = locked
+        if not os.path.samestat(os.fstat(folder), os.fstat(self.fd)):
+            for one in locked:
+                os.close(one)
+            raise ConfigError(f"{self.path} is another directory by now", field=self._field)
+        os.close(self.fd)
+        self.fd, self._lock_fd = locked
+        self._sign(fd)
 
     def read(self, name: str) -> bytes:
         """Return a file's contents, at most ``MAX_FILE_BYTES`` of them.
@@ -157,6 +176,11 @@ class OwnFolder:
     def is_own(self, found: os.stat_result) -> bool:
         """Return whether something in it is this user's or root's."""
         return found.st_uid in _trusted()
+
+    @staticmethod
+    def _sign(lock: int) -> None:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def _open_lock(self, name: str) -> int:
         return self._opened(name, os.O_RDWR | os.O_CREAT)

@@ -100,6 +100,12 @@ class DevicesConfig(Section, frozen=True, kw_only=True):
     max_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
 
 
+class KeeperConfig(Section, frozen=True, kw_only=True):
+    """The process that keeps the device memory of pools, for ``grace_s`` after a daemon that was killed."""
+
+    grace_s: Annotated[int, Meta(ge=1, le=86_400)] = 300
+
+
 class PeersConfig(Section, frozen=True, kw_only=True):
     """Other daemons: those of this host find us by our runtime directory, those of other hosts at ``listen``.
 
@@ -211,6 +217,7 @@ class Config(Section, frozen=True, kw_only=True):
     pools: PoolsConfig = PoolsConfig()
     memory: MemoryConfig = MemoryConfig()
     devices: DevicesConfig = DevicesConfig()
+    keeper: KeeperConfig = KeeperConfig()
     peers: PeersConfig = PeersConfig()
     network: NetworkConfig = NetworkConfig()
     tiers: TiersConfig = TiersConfig()

@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvferry.attention.graph_tables import GraphTables
 from kvferry.attention.state_windows import window_of
-from kvferry.attention.table_layout import Int64s, TableShape, table_layout, table_shape, views
+from kvferry.attention.table_layout import Int64s, TableShape, TableViews, table_layout, table_shape, views
 from kvferry.attention.table_update import TableUpdate
-from kvferry.protocol.errors import KvferryError, TableOverflowError, WindowMismatchError
+from kvferry.protocol.errors import InvalidFieldError, KvferryError, TableOverflowError, WindowMismatchError
 from tests.kit.devices import DEVICE
 
 PAGES, WINDOW_PAGES, WINDOW = 14, 9, 6
@@ -89,6 +89,64 @@ def test_up_to_the_last_token_and_not_one_more() -> None:
             made.apply(TableUpdate(lengths=ids(length), extra_tokens=3))
         assert caught.value.field == "lengths"
     made.check()
+
+
+# --- tables that an earlier daemon has written, or anybody ---
+
+
+def written(window: int | None = None) -> TableViews:
+    """Return memory that shows two rows in use, of 9 and 5 tokens and 2 extra ones, and an idle one between them."""
+    made, memory = tables(window), views(small(window), np.zeros(table_layout(small(window)).size_bytes, np.uint8))
+    bound = {"bound_full": ids(1, 2, 3, 6, 7), "bound_window": ids(5, 4, 3, 2, 1)} if window else {}
+    rows = whole((0, (1, 2, 3)), (2, (6, 7)))
+    made.write(made.apply(TableUpdate(lengths=ids(9, 0, 5), extra_tokens=2, **rows, **bound)), memory)
+    return memory
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_what_an_update_has_written_is_adopted(window: int | None) -> None:
+    made = tables(window)
+    made.adopt(written(window), 3, 2)
+    made.check()
+    change = made.apply(TableUpdate(lengths=ids(10, 0, 5), extra_tokens=2))
+    assert (made.visible.seq_lens.tolist(), change.block_tables.tolist()) == ([12, 0, 7, 0], [])
+
+
+FORGED: list[tuple[str, tuple[int, ...], int, int, int, str]] = [
+    ("block_tables", (0, 1), PAGES, 3, 2, "page 14"),
+    ("block_tables", (0, 1), -1, 3, 2, "page -1"),
+    ("block_tables", (0, 1), 0, 3, 2, "row 0 column 1 has 0"),
+    ("block_tables", (0, 1), 1, 3, 2, "row 0 has page 1"),
+    ("block_tables", (0, 3), 9, 3, 2, "row 0 column 3 has 9"),
+    ("block_tables", (1, 0), 9, 3, 2, "row 1 column 0 has 9"),
+    ("block_tables_swa", (0, 2), WINDOW_PAGES, 3, 2, "page 9"),
+    ("block_tables_swa", (0, 2), 0, 3, 2, "block_tables_swa: row 0 column 2"),
+    ("block_tables_swa", (0, 2), 4, 3, 2, "page 4"),
+    ("block_tables_swa", (2, 3), 8, 3, 2, "row 2 column 3 has 8"),
+    ("seq_lens", (0,), 25, 3, 2, "lengths"),
+    ("seq_lens", (0,), -1, 3, 2, "lengths"),
+    ("seq_lens", (0,), 2, 3, 2, "lengths"),
+    ("seq_lens", (3,), 1, 3, 2, "lengths"),
+    ("seq_lens", (0,), 13, 3, 2, "row 0 column 3 has 0"),
+    ("seq_lens", (0,), 11, 2, 2, "lengths"),
+    ("seq_lens", (0,), 11, 5, 2, "5 rows"),
+    ("seq_lens", (0,), 11, -1, 2, "-1 rows"),
+    ("seq_lens", (0,), 11, 3, 4, "4 extra"),
+]
+
+
+@pytest.mark.parametrize(("name", "at", "value", "batch", "extra", "says"), FORGED)
+def test_what_no_update_could_have_written_is_not(
+    name: str, at: tuple[int, ...], value: int, batch: int, extra: int, says: str
+) -> None:
+    memory, made = written(WINDOW), tables(WINDOW)
+    getattr(memory, name)[at] = value
+    with pytest.raises(InvalidFieldError, match=says) as refused:
+        made.adopt(memory, batch, extra)
+    assert refused.value.field == "shown"
+    assert not any(table.any() for table in made.visible if table is not None)
+    made.check()
+    made.adopt(written(WINDOW), 3, 2)
 
 
 # --- against a plain model ---
@@ -237,6 +295,23 @@ class Steps(RuleBasedStateMachine):
             if table is not None:
                 assert getattr(self.made.visible, name).tolist() == table.tolist(), name
                 assert getattr(device, name).tolist() == table.tolist(), f"{name} on the device"
+
+    @invariant()
+    def an_earlier_daemons_tables_are_adopted(self) -> None:
+        """Tables that begin with what the device shows go on from there; with another byte, they may be refused."""
+        batch, extra = len(self.model.lengths), self.model.extra
+        adopted, shows = tables(self.window), views(self.shape, self.device)
+        adopted.adopt(shows, batch, extra)
+        adopted.check()
+        assert adopted.batch == batch
+        for name, table in adopted.visible._asdict().items():
+            assert np.array_equal(table, getattr(shows, name)), name
+        if batch:
+            same = {name: getattr(self.made.visible, name).copy() for name in ("block_tables", "seq_lens")}
+            lengths = ids(*self.model.lengths)
+            change = adopted.apply(TableUpdate(lengths=lengths, extra_tokens=extra))
+            assert not len(change.block_tables), "what was shown stays"
+            assert all(np.array_equal(getattr(adopted.visible, name), table) for name, table in same.items())
 
     def take(self, update: TableUpdate) -> None:
         """Apply an update, copy what changed; or see it refused."""

@@ -47,6 +47,15 @@ def test_the_latest_list(lists: list[list[int]]) -> None:
         assert reader.read().padded() == lengths + [0] * (9 - len(lengths))
 
 
+def test_the_list_of_an_update_is_found_while_the_next_one_is_written() -> None:
+    writer, reader = pair(2)
+    for length in (1, 2):
+        writer.write(np.array([length]), 1)
+    assert (reader.read(lambda: 1).lengths, reader.read(lambda: 2).lengths) == ([1], [2])
+    with pytest.raises(InternalError):
+        reader.read(lambda: 3)
+
+
 @given(st.integers(0, 1 << 20), st.integers(0, 255))
 def test_a_record_that_is_not_complete_does_not_count(at: int, value: int) -> None:
     """As after a writer's death half-way, or a read while it writes: any byte of the latest record differs."""

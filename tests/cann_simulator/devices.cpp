@@ -8,6 +8,7 @@
 
 #include "memory.h"
 #include "simulator.h"
+#include "teardown.h"
 
 namespace cann_simulator {
 namespace {
@@ -134,6 +135,7 @@ SIMULATED aclError aclrtSetDevice(int32_t device) {
   if (device < 0 || device >= static_cast<int32_t>(device_count()))
     return fail(ACL_ERROR_RT_INVALID_DEVICEID, "aclrtSetDevice: there are %u devices, not %d", device_count(), device);
   thread_device = device;
+  start_undertaker();
   return lost(device) ? fail(lost(device), "aclrtSetDevice: device %d is lost", device) : ACL_SUCCESS;
 }
 

@@ -33,6 +33,7 @@ struct Event {
   bool set = false;  // of an event that latches
   aclError error = ACL_SUCCESS;
   Clock clock;
+  Clock found;  // what the recording stream's waits had found until then; see Stream
   Moment moment{};
   Model *captured_in = nullptr;
   Stream *captured_on = nullptr;
@@ -59,19 +60,18 @@ aclrtEvent keep(EventReference event) {
   return handle;
 }
 
-std::chrono::milliseconds wait_limit() { return std::chrono::milliseconds(control().wait_limit_ms.load()); }
-
 aclError too_long(const char *what) {
-  return fail_in_task(ACL_ERROR_RT_EVENT_SYNC_TIMEOUT,
-                      std::string(what) + ": nobody recorded the event in time (after a replay, a graph with updatable "
-                                          "tasks waits for its next update)");
+  return waited_too_long(std::string(what) + ": nobody recorded the event in time (after a replay, a graph with "
+                                             "updatable tasks waits for its next update)");
 }
 
 // --- events of one process
 
 aclError complete(Event &event, uint64_t number, aclError error) {
+  Clock found = found_so_far();
   std::lock_guard<std::mutex> hold(event.guard);
   event.completed = std::max(event.completed, number);
+  event.found = std::move(found);
   event.set = true;
   event.error = error;
   event.moment = std::chrono::steady_clock::now();
@@ -81,35 +81,62 @@ aclError complete(Event &event, uint64_t number, aclError error) {
 
 aclError wait_for(Event &event, uint64_t number) {
   std::unique_lock<std::mutex> hold(event.guard);
-  if (!event.changed.wait_for(hold, wait_limit(), [&] { return event.completed >= number; }))
-    return too_long("aclrtStreamWaitEvent");
+  while (!event.changed.wait_for(hold, wait_limit(), [&] { return event.completed >= number; }))
+    if (!test_holds_tasks()) return too_long("aclrtStreamWaitEvent");
+  order_behind(event.found);
   return event.error;
 }
 
 aclError wait_until_set(Event &event) {
   std::unique_lock<std::mutex> hold(event.guard);
-  if (!event.changed.wait_for(hold, wait_limit(), [&] { return event.set; })) return too_long("aclrtStreamWaitEvent");
+  while (!event.changed.wait_for(hold, wait_limit(), [&] { return event.set; }))
+    if (!test_holds_tasks()) return too_long("aclrtStreamWaitEvent");
+  order_behind(event.found);
   return event.error;
 }
 
 // --- events between processes
 
+Clock found_by_recorder(const SharedEvent &shared) {
+  Clock clock;
+  clock.join(shared.found, state()->agents_used);
+  return clock;
+}
+
 aclError complete_shared(SharedEvent &shared, uint64_t number, aclError error) {
   if (error) shared.error = error;
+  {
+    Clock found = found_so_far();
+    StateLock hold;
+    memset(shared.found, 0, sizeof shared.found);
+    std::copy(found.counts().begin(), found.counts().end(), shared.found);
+  }
   uint64_t before = shared.completed;
   while (before < number && !shared.completed.compare_exchange_weak(before, number)) {
   }
   return ACL_SUCCESS;
 }
 
-// A process that died records nothing more, and its tasks ended with it.
-aclError wait_for_shared(SharedEvent &shared, uint64_t number, std::chrono::milliseconds limit) {
+// The event is a word in device memory that the recorder's stream writes: a recorder that is killed before writes it
+// never, and the wait has no limit of its own (page aclrtSetOpWaitTimeout). False: not within the limit.
+bool reached_in_time(const SharedEvent &shared, uint64_t number, std::chrono::milliseconds limit) {
   auto end = std::chrono::steady_clock::now() + limit;
-  for (int round = 1; shared.completed < number; round++) {
-    if (round % 100 == 0 && !alive(shared.recorder)) break;
-    if (std::chrono::steady_clock::now() > end) return too_long("aclrtStreamWaitEvent");
+  while (shared.completed < number) {
+    if (std::chrono::steady_clock::now() > end) return false;
     usleep(50);
   }
+  return true;
+}
+
+aclError wait_for_shared(SharedEvent &shared, uint64_t number) {
+  while (!reached_in_time(shared, number, wait_limit()))
+    if (!test_holds_tasks()) return too_long("aclrtStreamWaitEvent");
+  Clock found;
+  {
+    StateLock hold;
+    found = found_by_recorder(shared);
+  }
+  order_behind(found);
   return shared.error;
 }
 
@@ -117,7 +144,7 @@ SharedEvent *new_shared_event() {
   StateLock hold;
   for (auto &shared : state()->events) {
     bool used = false;
-    for (const Holder &user : shared.users) used |= user.process && alive(user);
+    for (const Holder &user : shared.users) used |= is_present(user);
     if (shared.generation && used) continue;
     memset(static_cast<void *>(&shared), 0, sizeof shared);
     shared.generation = state()->next_generation++;
@@ -129,7 +156,7 @@ SharedEvent *new_shared_event() {
 
 bool add_user(SharedEvent &shared) {
   for (Holder &user : shared.users)
-    if (user.process == 0 || !alive(user)) {
+    if (!is_present(user)) {
       user = this_process();
       return true;
     }
@@ -214,10 +241,13 @@ void join_clock(Stream &stream, const Clock &clock) {
 
 aclError found_complete(const EventReference &event, aclError error) {
   if (event->shared) {
-    host_saw(clock_of(*event->shared));
+    Clock clock = clock_of(*event->shared);
+    clock.join(found_by_recorder(*event->shared));
+    host_saw(clock);
   } else {
     std::unique_lock<std::mutex> hold(event->guard);
     Clock clock = event->clock;
+    clock.join(event->found);
     hold.unlock();
     host_saw(clock);
   }
@@ -267,7 +297,6 @@ SIMULATED aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream_handle
     uint64_t number;
     {
       StateLock hold;
-      event->shared->recorder = this_process();
       event->shared->error = ACL_SUCCESS;
       number = ++event->shared->recorded;
     }
@@ -298,7 +327,7 @@ SIMULATED aclError aclrtStreamWaitEvent(aclrtStream stream_handle, aclrtEvent ha
       join_clock(*stream, clock);
     }
     return submit(*stream, Task{"aclrtStreamWaitEvent", TaskKind::kSync,
-                                [event, number] { return wait_for_shared(*event->shared, number, wait_limit()); }});
+                                [event, number] { return wait_for_shared(*event->shared, number); }});
   }
   std::unique_lock<std::mutex> hold(event->guard);
   uint64_t number = event->recorded;
@@ -327,8 +356,12 @@ SIMULATED aclError aclrtSynchronizeEventWithTimeout(aclrtEvent handle, int32_t m
   FIND_EVENT(event, handle);
   auto limit = std::chrono::milliseconds(ms < 0 ? INT32_MAX : ms);
   if (event->captured_in) return fail(ACL_ERROR_RT_EVENT_CAPTURED, "the event belongs to a capture");
-  if (event->shared)
-    return found_complete(event, wait_for_shared(*event->shared, event->shared->recorded, limit));
+  if (event->shared) {
+    uint64_t wanted = event->shared->recorded;
+    if (!reached_in_time(*event->shared, wanted, ms < 0 ? wait_limit() : limit))
+      return ms < 0 ? too_long(__func__) : fail(ACL_ERROR_RT_EVENT_SYNC_TIMEOUT, "the event is not complete");
+    return found_complete(event, event->shared->error);
+  }
   std::unique_lock<std::mutex> hold(event->guard);
   uint64_t number = event->recorded;
   if (!event->changed.wait_for(hold, limit, [&] { return event->completed >= number; }))
@@ -346,7 +379,7 @@ SIMULATED aclError aclrtQueryEventStatus(aclrtEvent handle, aclrtEventRecordedSt
   bool done;
   aclError error;
   if (event->shared) {
-    done = event->shared->completed >= event->shared->recorded || !alive(event->shared->recorder);
+    done = event->shared->completed >= event->shared->recorded;
     error = event->shared->error;
   } else {
     std::lock_guard<std::mutex> hold(event->guard);

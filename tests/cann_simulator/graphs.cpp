@@ -27,7 +27,7 @@ std::vector<Task> tasks_of_node(Model &model, size_t index) {
   return node.group ? node.group->tasks : std::vector<Task>{node.task};
 }
 
-aclError replay(Model &model, const Stream &stream, const Author &author) {
+aclError replay(Model &model, Stream &stream, const Author &author) {
   aclError error = ACL_SUCCESS;
   for (size_t i = 0; i < model.nodes.size() && !error; i++)
     for (const Task &task : tasks_of_node(model, i))

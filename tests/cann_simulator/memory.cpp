@@ -3,6 +3,8 @@
 // aclrtMemGetAddressRange.
 #include "memory.h"
 
+#include "teardown.h"
+
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -210,6 +212,7 @@ std::shared_ptr<Physical> new_physical(size_t size, int device) {
     close(descriptor);
     return nullptr;
   }
+  keep_descriptor(descriptor);
   return std::shared_ptr<Physical>(new Physical{descriptor, size, device, device, shared->id, false});
 }
 

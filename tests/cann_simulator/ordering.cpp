@@ -63,7 +63,7 @@ void insert_access(const Author &author, const Range &range) {
   access.stream = author.stream;
   access.agent = author.agent;
   access.count = author.count;
-  access.process = getpid();
+  access.process = acting_process();
   access.writes = range.writes;
   snprintf(access.operation, sizeof access.operation, "%s", author.operation.c_str());
 }
@@ -108,7 +108,8 @@ std::string race_line(const Access &earlier, const Author &author, const Range &
   return head +
          describe(earlier.operation, earlier.process, earlier.stream, earlier.writes, earlier.begin, earlier.end) +
          R"(, "second": )" +
-         describe(author.operation.c_str(), getpid(), author.stream, range.writes, range.begin, range.end) + "}\n";
+         describe(author.operation.c_str(), acting_process(), author.stream, range.writes, range.begin, range.end) +
+         "}\n";
 }
 
 // Once for each pair of operations on a pair of streams and one memory.
@@ -129,6 +130,12 @@ void append_lines(const std::string &lines) {
   if (descriptor >= 0) close(descriptor);
 }
 
+Word *find_word(const Range &range) {
+  for (auto &word : state()->words)
+    if (word.space == range.space && word.offset == range.begin) return &word;
+  return nullptr;
+}
+
 // Compares one range, within one block, with the accesses before it. Returns what is to be reported.
 std::string compare(const Author &author, const Range &range, bool only_own) {
   State &all = *state();
@@ -137,7 +144,7 @@ std::string compare(const Author &author, const Range &range, bool only_own) {
     Access &earlier = all.accesses[at - 1];
     next = earlier.next;
     if (earlier.space != range.space || earlier.end <= range.begin || earlier.begin >= range.end) continue;
-    if (only_own && earlier.process != getpid()) continue;
+    if (only_own && earlier.process != acting_process()) continue;
     bool ordered = (*author.clock)[earlier.agent] >= earlier.count;
     if (!ordered && (range.writes || earlier.writes) && is_new_race(earlier, author, range))
       lines += race_line(earlier, author, range);
@@ -205,7 +212,7 @@ void end_agent(uint32_t agent) {
 }
 
 void host_saw(const Clock &clock) {
-  if (!ordering_on() || clock.counts().empty()) return;
+  if (!ordering_on() || clock.empty()) return;
   StateLock hold;
   State &all = *state();
   for (uint32_t i = 0; i < clock.counts().size(); i++)
@@ -233,8 +240,31 @@ void record_host_access(const std::string &operation, const std::vector<Range> &
   compare_and_record(author, ranges, only_own);
 }
 
+void word_written(const Range &range, uint64_t value, const Clock &clock) {
+  if (!ordering_on()) return;
+  State &all = *state();
+  Word *word = find_word(range);
+  for (uint32_t i = 0; i < kMaxWords && !word; i++)
+    if (all.words[i].space == 0) word = &all.words[i];
+  if (!word) word = &all.words[all.word_clock_hand++ % kMaxWords];
+  memset(static_cast<void *>(word), 0, sizeof *word);
+  word->space = range.space;
+  word->offset = range.begin;
+  word->value = value;
+  std::copy(clock.counts().begin(), clock.counts().end(), word->clock);
+}
+
+Clock clock_of_word(const Range &range, uint64_t value) {
+  Clock clock;
+  const Word *word = find_word(range);
+  if (word && word->value == value) clock.join(word->clock, state()->agents_used);
+  return clock;
+}
+
 void forget_accesses(uint64_t space, uint64_t size) {
   State &all = *state();
+  for (auto &word : all.words)
+    if (word.space == space) memset(static_cast<void *>(&word), 0, sizeof word);
   for (uint64_t block = 0; block * kBlock < size; block++)
     for (uint32_t next, at = all.buckets[bucket_of(space, block)]; at; at = next) {
       next = all.accesses[at - 1].next;

@@ -3,7 +3,8 @@
 // A happens-before checker with vector clocks. Each stream is an agent that counts its tasks; "the host" is one
 // agent for all threads of all processes. An access is known by (agent, count); it happened before a task whose
 // clock holds at least that count for that agent. What the edges are is decided where they arise: streams.cpp
-// (submission, stream order, synchronising, queries) and events.cpp (record to wait, across processes too).
+// (submission, stream order, synchronising, queries), events.cpp (record to wait, across processes too) and values.cpp
+// (a word's write to the wait that finds its value).
 #pragma once
 
 #include <cstdint>
@@ -22,6 +23,7 @@ class Clock {
   void join(const uint32_t *counts, uint32_t size);
   void join(const Clock &other) { join(other.counts_.data(), static_cast<uint32_t>(other.counts_.size())); }
   const std::vector<uint32_t> &counts() const { return counts_; }
+  bool empty() const { return counts_.empty(); }
 
  private:
   std::vector<uint32_t> counts_;
@@ -58,6 +60,10 @@ void record_accesses(const Author &author, const std::vector<Range> &ranges);
 // The same for an access by the host itself, now. only_own: compare with this process's tasks alone and record
 // nothing; for memory that is given back.
 void record_host_access(const std::string &operation, const std::vector<Range> &ranges, bool only_own = false);
+
+// A value that a stream wrote to a word of device memory, and what that came after. With the state's lock held.
+void word_written(const Range &word, uint64_t value, const Clock &clock);
+Clock clock_of_word(const Range &word, uint64_t value);  // empty: no stream wrote this value there last
 
 // With the state's lock held.
 void forget_accesses(uint64_t space, uint64_t size);

@@ -7,13 +7,13 @@
 #include <sys/random.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <map>
 #include <mutex>
 
 #include "physical_handles.h"
+#include "teardown.h"
 
 namespace cann_simulator {
 namespace {
@@ -23,9 +23,10 @@ std::map<std::string, void *> imported_keys;
 
 int open_memory(const Allocation &allocation) {
   for (uint32_t i = 0; i < allocation.holder_count; i++) {
+    int32_t process = process_of_descriptors(allocation.holders[i]);
+    if (!process) continue;
     char path[64];
-    snprintf(path, sizeof path, "/proc/%d/fd/%d", allocation.holders[i].process, allocation.holders[i].descriptor);
-    if (!alive(allocation.holders[i])) continue;
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", process, allocation.holders[i].descriptor);
     int descriptor = open(path, O_RDWR | O_CLOEXEC);
     if (descriptor >= 0) return descriptor;
   }
@@ -42,23 +43,26 @@ std::shared_ptr<Physical> hold_memory(Allocation &allocation, int device) {
     return nullptr;
   }
   allocation.holders[allocation.holder_count++] = this_process(descriptor);
+  keep_descriptor(descriptor);
   auto owner = static_cast<int>(allocation.device);
   return std::shared_ptr<Physical>(new Physical{descriptor, allocation.size, owner, device, allocation.id, true});
 }
 
+// An entry is of a process that ran when it was named: a number may be given out again (the driver's source).
 template <typename Export>
-bool allows_this_process(const Export &exported) {
-  const int32_t *end = exported.allowed + exported.allowed_count;
-  return !exported.checks_process || std::find(exported.allowed, end, getpid()) != end;
+aclError check_this_process(const Export &exported, const char *what) {
+  if (!exported.checks_process) return ACL_SUCCESS;
+  const Name *name = find_name(exported.named, getpid());
+  if (!name) return fail(ACL_ERROR_RT_NO_PERMISSION, "process %d is not in the list of the %s", getpid(), what);
+  if (this_process().started > name->since)
+    return fail(ACL_ERROR_RT_NO_PERMISSION, "process %d has started after it was named for the %s", getpid(), what);
+  return ACL_SUCCESS;
 }
 
-template <typename Export>
-aclError allow(Export &exported, const int32_t *processes, size_t count) {
-  for (size_t i = 0; i < count; i++) {
-    if (exported.allowed_count == kMaxAllowedProcesses)
-      return fail(ACL_ERROR_RT_OVER_LIMIT, "more than %u processes in a list", kMaxAllowedProcesses);
-    exported.allowed[exported.allowed_count++] = processes[i];
-  }
+aclError allow(NameList &list, const int32_t *processes, size_t count) {
+  for (size_t i = 0; i < count; i++)
+    if (!add_name(list, processes[i]))
+      return fail(ACL_ERROR_RT_OVER_LIMIT, "more than %u processes in a list, or too many lists", kMaxNamed);
   return ACL_SUCCESS;
 }
 
@@ -106,6 +110,7 @@ SIMULATED aclError aclrtMemExportToShareableHandle(aclrtDrvMemHandle handle, acl
     return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtMemExportToShareableHandle: the handle is exported already");
   allocation->shareable_handle = (static_cast<uint64_t>(getpid()) << 32) | allocation->id;
   allocation->exporter = getpid();
+  allocation->named = NameList{state()->next_generation++, 0};
   allocation->checks_process = !(flags & ACL_RT_VMM_EXPORT_FLAG_DISABLE_PID_VALIDATION);
   *shareable = allocation->shareable_handle;
   return ACL_SUCCESS;
@@ -117,7 +122,8 @@ SIMULATED aclError aclrtMemSetPidToShareableHandle(uint64_t shareable, int32_t *
   Allocation *allocation = exported_as(shareable);
   if (!allocation || allocation->exporter != getpid())
     return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtMemSetPidToShareableHandle: not exported by this process");
-  return allow(*allocation, processes, count);
+  sweep_dead_processes();
+  return allow(allocation->named, processes, count);
 }
 
 // Not in the exporter's own process, and once in any other (page aclrtMemImportFromShareableHandle).
@@ -131,8 +137,7 @@ SIMULATED aclError aclrtMemImportFromShareableHandle(uint64_t shareable, int32_t
     sweep_dead_processes();
     Allocation *allocation = exported_as(shareable);
     if (!allocation) return fail(ACL_ERROR_RT_PARAM_INVALID, "the shareable handle is of no memory that still exists");
-    if (!allows_this_process(*allocation))
-      return fail(ACL_ERROR_RT_NO_PERMISSION, "process %d is not in the list of the shareable handle", getpid());
+    if (aclError error = check_this_process(*allocation, "shareable handle")) return error;
     physical = hold_memory(*allocation, device);
   }
   if (!physical) return fail(ACL_ERROR_RT_PARAM_INVALID, "this process holds the memory already, or cannot reach it");
@@ -154,6 +159,7 @@ SIMULATED aclError aclrtIpcMemGetExportKey(void *pointer, size_t size, char *tex
     key.offset = found.offset;
     key.size = found.size;
     key.exporter = this_process();
+    key.named = NameList{state()->next_generation++, 0};
     key.checks_process = !(flags & ACL_RT_IPC_MEM_EXPORT_FLAG_DISABLE_PID_VALIDATION);
     snprintf(text, length, "%s", key.text);
     return ACL_SUCCESS;
@@ -167,7 +173,8 @@ SIMULATED aclError aclrtIpcMemSetImportPid(const char *text, int32_t *processes,
   MemoryKey *key = find_key(text);
   if (!key || key->exporter.process != getpid())
     return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtIpcMemSetImportPid: not a key of this process");
-  return allow(*key, processes, count);
+  sweep_dead_processes();
+  return allow(key->named, processes, count);
 }
 
 // From another card than the exporter's, is_foreign() is true of it and copies are limited.
@@ -186,8 +193,7 @@ SIMULATED aclError aclrtIpcMemImportByKey(void **pointer, const char *text, uint
     MemoryKey *key = find_key(text);
     Allocation *allocation = key ? find_allocation(key->allocation) : nullptr;
     if (!allocation) return fail(ACL_ERROR_RT_PARAM_INVALID, "the key is of no memory that its exporter still has");
-    if (!allows_this_process(*key))
-      return fail(ACL_ERROR_RT_NO_PERMISSION, "process %d is not in the list of the key", getpid());
+    if (aclError error = check_this_process(*key, "key")) return error;
     physical = hold_memory(*allocation, current_device());
     offset = key->offset;
     size = key->size;
@@ -211,6 +217,6 @@ SIMULATED aclError aclrtIpcMemClose(const char *text) {
   MemoryKey *key = find_key(text);
   if (!key || key->exporter.process != getpid())
     return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtIpcMemClose: no such key");
-  memset(static_cast<void *>(key), 0, sizeof *key);
+  forget_key(*key);
   return ACL_SUCCESS;
 }

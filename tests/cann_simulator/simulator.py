@@ -33,6 +33,8 @@ GIB: Final = 1 << 30
 # 107022, 507053 and 507056 it words as FORCE STOP, UCE ERROR and HCCS LINK ERROR.
 LOST_HEARTBEAT: Final = 507010
 
+WAIT_LIMIT_MS: Final = 15_000  # so that what waits for a dead process is seen as such, before a test's own limit
+
 ALL: Final = (1 << 64) - 1  # faults until they are cleared
 
 # The fields of Control in shared_state.h, 8 bytes each, with how many there are of a name.
@@ -59,6 +61,8 @@ FIELDS: Final = {
     "synchronized": 1,
     "rules": _MAX_RULES * 4,
     "tasks": _MAX_PROCESSES * 3,
+    "teardown_ms": 1,
+    "teardowns": _MAX_PROCESSES * 4,
 }
 _MAGIC: Final = 0x314D49534E4E4143
 _WORD: Final = struct.Struct("<Q")
@@ -66,6 +70,7 @@ _RULE: Final = struct.Struct("<4Q")  # process, stream, delay_us, held
 _TASKS: Final = struct.Struct("<3Q")  # process, submitted, completed
 _ALLOCATION: Final = struct.Struct("<QQII")  # id, size, device, holder_count
 _HOLDER: Final = struct.Struct("<iiQ")  # process, descriptor, started
+_TEARDOWN: Final = struct.Struct("<4Q")  # process, started, undertaker, undertaker_started
 
 
 _QUIET: Final = {"ASCEND_GLOBAL_LOG_LEVEL": "3", "ASCEND_SLOG_PRINT_TO_STDOUT": "0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -128,7 +133,7 @@ class Simulator:
             file.truncate(size_bytes)
             self._control = mmap.mmap(file.fileno(), size_bytes)
         self._set("devices", devices)
-        self._set("wait_limit_ms", 30_000)
+        self._set("wait_limit_ms", WAIT_LIMIT_MS)
         for device in range(_MAX_DEVICES):
             self._set("memory_bytes", memory_bytes, device)
         self._set("magic", _MAGIC)
@@ -157,6 +162,13 @@ class Simulator:
             return []
         return [_race(json.loads(line)) for line in lines]
 
+    def overdue(self) -> list[str]:
+        """Return the waits so far that have ended at the limit, a line each: on a device they never end."""
+        try:
+            return (self.folder / "overdue").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+
     @contextmanager
     def without_peers(self) -> Iterator[None]:
         """Let no device copy from another one meanwhile; processes ask once."""
@@ -175,9 +187,11 @@ class Simulator:
         return self._get("synchronized")
 
     def memory_used(self, device: int) -> int:
-        """Return the bytes in use on a device by processes that live."""
+        """Return the bytes in use on a device by processes that live or are not taken apart yet."""
+        undertakers = dict(self._undertakers())
+        present = lambda holder: _alive(holder) or _alive(undertakers.get(holder, (0, 0)))  # noqa: E731
         return sum(
-            size for owner, size, holders in self._allocations() if owner == device and any(map(_alive, holders))
+            size for owner, size, holders in self._allocations() if owner == device and any(map(present, holders))
         )
 
     def submitted(self, process: int = 0) -> int:
@@ -271,9 +285,21 @@ class Simulator:
         finally:
             self.release()
 
-    def limit_waits(self, limit_ms: int) -> None:
-        """Let a task fail that waits longer for an event; 30 s if never called."""
+    def limit_waits(self, limit_ms: int = WAIT_LIMIT_MS) -> None:
+        """Let a task fail that waits longer for an event or a word; a device would let it wait for ever.
+
+        While a test holds tasks of a process that lives, all may wait.
+        """
         self._set("wait_limit_ms", limit_ms)
+
+    def late_teardown(self, late_ms: int) -> None:
+        """Let processes be taken apart so long after their end; 0, as at first: at once.
+
+        Until then their device memory counts as used, their handles and keys can be imported, and copies that they had
+        queued are still to land: at the end of that time, up to the first that waits for what does not come, or a
+        kernel. For processes that open a device from now on; the time is read when one ends.
+        """
+        self._set("teardown_ms", late_ms)
 
     # --- the two files
 
@@ -293,6 +319,13 @@ class Simulator:
             )
             if process:
                 yield process, submitted, completed
+
+    def _undertakers(self) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+        for slot in range(_MAX_PROCESSES):
+            at = self._offsets["teardowns"] + _TEARDOWN.size * slot
+            process, started, undertaker, undertaker_started = _TEARDOWN.unpack_from(self._control, at)
+            if process:
+                yield (process, started), (undertaker, undertaker_started)
 
     def _set_rule(self, process: int, stream: int, delay_us: int, *, held: bool) -> None:
         rules = [_RULE.unpack_from(self._control, self._offsets["rules"] + _RULE.size * i) for i in range(_MAX_RULES)]

@@ -3,6 +3,7 @@
 // aclrtLaunchHostFunc.
 #include "streams.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -13,6 +14,7 @@
 
 #include "graphs.h"
 #include "memory.h"
+#include "teardown.h"
 
 namespace cann_simulator {
 namespace {
@@ -67,12 +69,22 @@ void work(Stream *stream) {
       if (stream->queue.empty()) return;
       task = std::move(stream->queue.front());
       stream->queue.pop_front();
+      stream->current = &task;
+      stream->current_began = false;
       failed = stream->stops_on_failure ? stream->error : ACL_SUCCESS;
     }
     while (held(*stream) && !lost(stream->device)) usleep(100);
+    {
+      std::lock_guard<std::mutex> hold(stream->guard);
+      stream->current_began = true;
+    }
     if (!failed) failed = lost(stream->device);
     aclError error = failed;
     if (!failed || task.runs_after_failure) error = run_task(task, *stream, task.author);
+    {
+      std::lock_guard<std::mutex> hold(stream->guard);
+      stream->current = nullptr;
+    }
     task.run = nullptr;  // what it keeps alive goes before the host may look
     {
       std::lock_guard<std::mutex> hold(stream->guard);
@@ -104,6 +116,26 @@ void stamp(Stream &stream, Task &task) {
   task.author.agent = stream.agent;
   task.author.count = stream.count;
   task.author.clock = task.clock.get();
+}
+
+bool is_copy(const Task &task) { return static_cast<size_t>(task.kind) < 3; }
+
+bool finish_queue(Stream &stream) {
+  bool moved = false;
+  std::unique_lock<std::mutex> hold(stream.guard, std::try_to_lock);  // or a killed thread has it
+  while (hold && (stream.current || !stream.queue.empty()) && !(stream.stops_on_failure && stream.error)) {
+    const Task &task = stream.current ? *stream.current : stream.queue.front();
+    if (!is_copy(task) && task.kind != TaskKind::kSync && task.kind != TaskKind::kOnce) break;
+    bool done = stream.current && stream.current_began && task.kind == TaskKind::kOnce;
+    hold.unlock();
+    aclError error = done ? ACL_SUCCESS : run_task(task, stream, task.author);
+    hold.lock();
+    if (error) break;
+    if (!stream.current) stream.queue.pop_front();
+    stream.current = nullptr;
+    moved = true;
+  }
+  return moved;
 }
 
 Stream *new_stream(int device) {
@@ -174,6 +206,7 @@ aclError synchronize(Stream &stream, int32_t ms) {
     stream.progress.wait(hold, reached);
   else if (!stream.progress.wait_for(hold, std::chrono::milliseconds(ms), reached))
     return fail(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT, "the stream is not done after %d ms", ms);
+  clock.join(stream.found);
   aclError error = stream.error;
   if (!stream.stops_on_failure) stream.error = ACL_SUCCESS;
   hold.unlock();
@@ -182,19 +215,25 @@ aclError synchronize(Stream &stream, int32_t ms) {
   return error ? fail(error, "a task of the stream failed with %d", error) : ACL_SUCCESS;
 }
 
-aclError run_task(const Task &task, const Stream &stream, const Author &author) {
+aclError run_task(const Task &task, Stream &stream, const Author &author) {
   if (uint64_t delay = stream_delay_us(stream) + kind_delay_us(task.kind)) usleep(delay);
-  bool is_copy = static_cast<size_t>(task.kind) < 3;
-  if (is_copy && take_fault(control().failing_copies))
+  if (is_copy(task) && take_fault(control().failing_copies))
     return fail_in_task(ACL_ERROR_RT_COPY_DATA, task.name + ": failed on demand");
   if (task.kind == TaskKind::kKernel && take_fault(control().failing_kernels))
     return fail_in_task(ACL_ERROR_RT_AICORE_EXCEPTION, task.name + ": failed on demand");
-  Running now{author, {}};
+  Running now{author, {}, &stream};
   now.author.operation = task.name;
+  Clock order;
+  if (author.clock) {
+    order = *author.clock;
+    std::lock_guard<std::mutex> hold(stream.guard);
+    order.join(stream.found);
+    now.author.clock = &order;
+  }
   Running *outer = running;
   running = &now;
   aclError error;
-  if (is_copy || task.kind == TaskKind::kKernel) {
+  if (is_copy(task) || task.kind == TaskKind::kKernel) {
     std::shared_lock<std::shared_mutex> hold(memory_in_use());
     error = task.run();
   } else {
@@ -205,6 +244,18 @@ aclError run_task(const Task &task, const Stream &stream, const Author &author) 
 }
 
 Author running_author() { return running ? running->author : Author{}; }
+
+void order_behind(const Clock &clock) {
+  if (!running || clock.empty()) return;
+  std::lock_guard<std::mutex> hold(running->stream->guard);
+  running->stream->found.join(clock);
+}
+
+Clock found_so_far() {
+  if (!running) return Clock{};
+  std::lock_guard<std::mutex> hold(running->stream->guard);
+  return running->stream->found;
+}
 
 bool touch(const void *pointer, size_t size, bool writes) {
   if (!running || size == 0) return true;
@@ -223,6 +274,35 @@ aclError submit_kernel(aclrtStream handle, const std::string &name, std::functio
   Stream *stream = stream_of(handle);
   if (!stream) return fail(ACL_ERROR_RT_PARAM_INVALID, "%s: no such stream", name.c_str());
   return submit(*stream, Task{name, TaskKind::kKernel, std::move(run)});
+}
+
+void finish_queued_copies() {
+  std::unique_lock<std::mutex> hold(registry().guard, std::try_to_lock);
+  for (bool moved = hold.owns_lock(); moved;) {
+    moved = false;
+    for (Stream *stream : registry().streams) moved |= finish_queue(*stream);
+  }
+}
+
+std::chrono::milliseconds wait_limit() {
+  return std::chrono::milliseconds(ended_process() ? 0 : control().wait_limit_ms.load());
+}
+
+bool test_holds_tasks() {
+  if (ended_process()) return false;
+  for (const auto &rule : control().rules)
+    if (rule.held && (rule.process == 0 || start_time(static_cast<int32_t>(rule.process)))) return true;
+  return false;
+}
+
+aclError waited_too_long(const std::string &text) {
+  if (ended_process()) return ACL_ERROR_RT_EVENT_SYNC_TIMEOUT;  // the next round looks again
+  int descriptor = open((folder() + "/overdue").c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
+  std::string line = "process " + std::to_string(getpid()) + ": " + text + "\n";
+  if (descriptor < 0 || write(descriptor, line.data(), line.size()) < 0)
+    fprintf(stderr, "CANN simulator: the file overdue cannot be written\n");
+  if (descriptor >= 0) close(descriptor);
+  return fail_in_task(ACL_ERROR_RT_EVENT_SYNC_TIMEOUT, text);
 }
 
 aclError fail_in_task(aclError code, const std::string &text) {
@@ -296,6 +376,7 @@ SIMULATED aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus *statu
   bool done = stream->completed == stream->submitted;
   *status = done ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
   Clock clock = stream->clock;
+  clock.join(stream->found);
   aclError error = stream->error;
   hold.unlock();
   if (done) host_saw(clock);

@@ -43,7 +43,7 @@ def test_it_is_built_once_and_from_the_command_line() -> None:
 def test_the_control_file_has_one_layout() -> None:
     header = (build.SOURCES / "shared_state.h").read_text()
     body = header.split("struct Control {")[1].split("};")[0]
-    names = re.findall(r"(?:std::atomic<uint64_t>|StreamRule|ProcessTasks) (\w+)", body)
+    names = re.findall(r"(?:std::atomic<uint64_t>|StreamRule|ProcessTasks|Teardown) (\w+)", body)
     assert names == list(simulator.FIELDS)
 
 

@@ -106,7 +106,7 @@ def test_a_replay_waits_for_its_update(simulator: Simulator) -> None:
         with pytest.raises(ChildError) as raised:
             process.do("graph.replay(); torch.npu.synchronize()")
         assert f"error code is {WAIT_TIMED_OUT}" in raised.value.text
-    simulator.limit_waits(30_000)
+    simulator.limit_waits()
 
 
 def test_a_synchronous_copy_ends_a_capture(simulator: Simulator) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
 
 from tests.cann_simulator.child import Child
 from tests.cann_simulator.simulator import Race, Simulator
+from tests.kit.daemons import soon
 
 pytestmark = pytest.mark.full
 
@@ -35,6 +37,19 @@ def test_what_is_queued_runs_later(simulator: Simulator, child: Child) -> None:
         simulator.wait_until_pending(1)
         assert child.do("result = host[0].item(), copies.query()") == [0.0, False]
     assert child.do("copies.synchronize(); result = host[0].item(), copies.query()") == [5.0, True]
+
+
+def test_a_wait_may_be_longer_while_a_test_holds_tasks(simulator: Simulator, child: Child) -> None:
+    limit_ms = 50
+    child.do("here, there = torch.npu.Stream(), torch.npu.Stream(); event = torch.npu.Event()")
+    simulator.limit_waits(limit_ms)
+    with simulator.held(child.pid, child.do("result = there.npu_stream")):
+        began = time.monotonic()
+        child.do("event.record(there); here.wait_event(event); here.npu_stream")
+        assert soon(lambda: time.monotonic() - began > 10 * limit_ms / 1000)
+        assert child.do("result = here.query()") is False
+    child.do("here.synchronize()")
+    simulator.limit_waits()
 
 
 def test_a_missing_wait_is_a_race(child: Child, new_races: Callable[[], list[Race]]) -> None:

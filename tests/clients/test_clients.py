@@ -201,7 +201,7 @@ def test_tables_that_cannot_be_mapped_are_given_up(client: Client, name: str, mo
 
     with monkeypatch.context() as patch:
         for module in ("sync_requests", "async_requests"):
-            patch.setattr(f"kvferry.clients.{module}.mapped_tables", fail)
+            patch.setattr(f"kvferry.clients.{module}.Tables", fail)
         with pytest.raises(errors.OutOfMemoryError):
             client.create_tables("t", name, max_batch=1, max_context_tokens=16)
     client.delete_tables(client.create_tables("t", name, max_batch=1, max_context_tokens=16))

@@ -150,7 +150,7 @@ MISTAKES: Final[tuple[tuple[str, ...], ...]] = (
     ("c.send(p, RID, ONE, payload='x')", "payload", "Expected `bytes`, got `str`"),
     ("c.wait_finished(c.send(p, RID, payload=bytes(1 << 17)), 20)", "payload", "takes 65536: create it", "TOO_LARGE"),
     ("c.send(p, RID, ONE, last=1)", "last", "Expected `bool`"),
-    ("c.send(p, RID, ONE, destinations=0)", "destinations", ">= 1"),
+    ("c.receive(p, RID, ONE, destinations=0)", "destinations", ">= 1"),
     ("c.send(p, RID, ONE, steps=ring)", "steps", "ring.step"),
     ("c.send(p, RID, ONE, steps=[ring.step(0, 0)])", "steps[0].layers", ">= 1"),
     ("c.receive(p, RID, ONE, source_daemons='tcp://h:1')", "source_daemons", "no list of"),
@@ -287,7 +287,9 @@ def test_numbers_of_numpy_and_torch_are_numbers(engine: Engine) -> None:
     assert client.create_pool(name, spec, deadline_s=Decimal("20.5")).manifest.pages == 17
     ids = client.allocate(name, np.int32(4))
     listed = pages(torch.from_numpy(ids), first_page=np.uint8(0), tokens=np.int64(16))
-    numbers = {"first_token": np.int64(7), "destinations": np.int16(1), "deadline_s": Fraction(41, 2), "last": true}
+    numbers = {"first_token": np.int64(7), "deadline_s": Fraction(41, 2), "last": true}
+    received = client.receive(name, new_request_id(), sources=np.int16(1), destinations=np.int16(1))
+    assert not client.cancel(received).was_finished
     sent = client.send(name, new_request_id(), [listed], payload=bytearray(b"x"), **numbers)
     assert not client.cancel(sent).was_finished
     assert sent in client.poll(np.float64(0))

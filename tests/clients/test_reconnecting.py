@@ -155,11 +155,11 @@ def test_descriptors_that_are_lost_come_again(
         assert other.ping()
 
 
-@pytest.mark.parametrize("mapping", ["attached_pool", pytest.param("mapped_tables", marks=pytest.mark.full)])
-def test_a_loss_while_descriptors_are_mapped(
+@pytest.mark.parametrize("mapping", ["attached_pool", pytest.param("memory_for", marks=pytest.mark.full)])
+def test_a_loss_while_memory_is_mapped_or_made(
     proxy: CuttingProxy, other: Client, name: str, mapping: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The event loop finds the loss, and a new connection, while a thread maps what came by the old one."""
+    """The loop finds the loss, and a new connection, while a thread maps a pool or makes the memory of tables."""
     back = threading.Event()
     where = f"kvferry.clients.async_requests.{mapping}"
     maps = getattr(async_requests, mapping)

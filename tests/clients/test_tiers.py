@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvferry.clients import Client, new_request_id, pages, pages_wanted
+from kvferry.clients import CacheGroup, Client, new_request_id, pages, pages_wanted
 from kvferry.clients.cli.main import main
 from kvferry.protocol import errors
 from kvferry.protocol.manifests import DraftSpec
@@ -165,28 +165,61 @@ def _empty(client: Client) -> Iterator[None]:
 
 @pytest.mark.any_device
 @pytest.mark.usefixtures("_empty")
-def test_blocks_of_several_pages_and_other_page_spaces(client: Client, name: str) -> None:
+def test_blocks_of_several_pages_and_other_groups(client: Client, name: str) -> None:
     pool = Filled(client, name, HYBRID)
     main, swa = client.allocate(name, 8), client.allocate(name, 2, "swa")
     contents = pool.write(main, 4), pool.write(swa, 5, "swa")
     done = client.wait_done(client.store(name, hashes(2), main, block_pages=4))
     assert (done.kind, done.stored, done.present, done.copied_pages) == ("store", 2, 0, 8)
-    client.wait_done(client.store(name, hashes(2), swa, space="swa"))
+    client.wait_done(client.store(name, hashes(2), swa, group="swa"))
     assert client.lookup(name, hashes(2)).blocks == 0
-    by_space = client.lookup(name, hashes(3), block_pages=4), client.lookup(name, hashes(2), space="swa")
-    assert [(one.blocks, one.host, one.disk, one.remote, one.lease_blocks) for one in by_space] == [(2, 2, 0, 0, 2)] * 2
-    into = client.allocate(name, 8), client.allocate(name, 2, "swa")
-    for found, ids in zip(by_space, into, strict=True):
-        client.wait_done(client.load(name, found.lease, ids))
+    groups = [CacheGroup(block_pages=4), CacheGroup(group="swa", last=1)]
+    found = client.lookup(name, hashes(3), groups=groups)
+    assert (found.blocks, found.host, found.disk, found.remote, found.lease_blocks) == (2, 3, 0, 0, 2)
+    into = client.allocate(name, 8), client.allocate(name, 1, "swa")
+    client.wait_done(client.load(name, found.lease, into[0]))
+    with pytest.raises(errors.InvalidFieldError, match="of 'swa' the lease has the blocks from 1 on"):
+        client.wait_done(client.load(name, found.lease, into[1], group="swa"))
+    client.wait_done(client.load(name, found.lease, into[1], group="swa", first_block=1))
     assert pool.holds(into[0], contents[0])
-    assert pool.holds(into[1], contents[1], "swa")
+    assert pool.holds(into[1], [one[:, 1:] for one in contents[1]], "swa")
     last = into[0][:4]
-    loaded = client.wait_done(client.load(name, by_space[0].lease, last, first_block=1))
+    loaded = client.wait_done(client.load(name, found.lease, last, first_block=1))
     assert (loaded.kind, loaded.loaded) == ("load", 1)
     assert pool.holds(last, [one[:, 4:] for one in contents[0]])
-    assert client.unpin(by_space[0].lease) == 2
-    with pytest.raises(errors.UnknownComponentError, match="has no page space 'draft'; it has main, swa"):
-        client.lookup(name, hashes(1), space="draft")
+    assert client.unpin(found.lease) == 2
+    with pytest.raises(errors.UnknownComponentError, match="has no group 'draft'; it has main, swa"):
+        client.lookup(name, hashes(1), groups=[CacheGroup(group="draft")])
+    pool.close()
+
+
+@pytest.mark.any_device
+@pytest.mark.usefixtures("_empty")
+def test_one_hash_names_a_block_of_each_group_of_layers(client: Client, name: str) -> None:
+    pool = Filled(client, name, GROUPED)
+    ids = client.allocate(name, 10)
+    main, group = ids[:3], ids[3:5]
+    contents = pool.write(main, 4), pool.write(group, 5, "group1")
+    client.wait_done(client.store(name, hashes(3), main))
+    client.wait_done(client.store(name, hashes(3)[1:], group, group="group1", parent=hashes(1)[0]))
+    groups = [CacheGroup(), CacheGroup(group="group1", last=2)]
+    found = client.lookup(name, hashes(4), groups=groups)
+    assert (found.blocks, found.host) == (3, 5)
+    into, other = ids[5:8], ids[8:]
+    assert not pool.holds(into, contents[0])
+    assert not pool.holds(other, contents[1], "group1")
+    client.wait_done(client.load(name, found.lease, into))
+    client.wait_done(client.load(name, found.lease, other, group="group1", first_block=1, unpin=True))
+    assert pool.holds(into, contents[0])
+    assert pool.holds(other, contents[1], "group1")
+    assert {(one.group, one.hash) for one in client.cached_blocks()} == {
+        *[("main", one.hex()) for one in hashes(3)],
+        *[("group1", one.hex()) for one in hashes(3)[1:]],
+    }
+    told = [(one.group, one.hashes, one.parent) for one in client.cache_events(client.cache_cursor() - 2).changes]
+    assert told == [("main", b"".join(hashes(3)), b""), ("group1", b"".join(hashes(3)[1:]), hashes(1)[0])]
+    assert client.evict_cached(hashes(3)[2:], pool=name).blocks == 2, "of both groups"
+    assert client.lookup(name, hashes(3), groups=groups).blocks == 0
     pool.close()
 
 

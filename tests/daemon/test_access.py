@@ -18,7 +18,8 @@ import pytest
 
 from kvferry.daemon.daemon import EXIT_BAD_INPUT, main
 from kvferry.daemon.process import access
-from kvferry.daemon.process.access import LOCK_FILE, SOCKET_MODE, RuntimeDirectory, listen_on
+from kvferry.daemon.process.access import LOCK_FILE, SOCKET_MODE, SOCKETS, RuntimeDirectory, listen_on
+from kvferry.daemon.process.inherited import Inherited
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import CONTROL_SOCKET, PEER_SOCKET, SESSION_SOCKET
 from tests.kit.faults import connected
@@ -137,7 +138,7 @@ def test_what_is_made_is_closed_to_others_whatever_the_umask_is(tmp_path: Path) 
 def test_the_service_managers_sockets_are_taken_and_stay(path: Path, passed: tuple[str, ...]) -> None:
     theirs = [listen_on(path / name, 0o666) for name in passed]
     inodes = {name: (path / name).stat().st_ino for name in passed}
-    with RuntimeDirectory(path, [os.dup(one.fileno()) for one in theirs]) as directory:
+    with RuntimeDirectory(path, Inherited({SOCKETS: [os.dup(one.fileno()) for one in theirs]})) as directory:
         for name in (CONTROL_SOCKET, SESSION_SOCKET, PEER_SOCKET):
             with directory.listen(name).socket as one:
                 assert one.getsockname() == os.fspath(path / name)
@@ -162,7 +163,7 @@ def test_other_sockets_are_refused(path: Path, kind: int, name: str, *, listens:
         passed.bind(os.fspath((path / name).resolve()) if name else ("127.0.0.1", 0))
         if listens:
             passed.listen()
-        directory = RuntimeDirectory(path, [os.dup(passed.fileno())])
+        directory = RuntimeDirectory(path, Inherited({SOCKETS: [os.dup(passed.fileno())]}))
         with pytest.raises(ConfigError, match="none of") as refused:
             directory.check_path()
         directory.close()

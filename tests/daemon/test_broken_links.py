@@ -28,7 +28,7 @@ TIMEOUT_MS = 600
 CONFIG = f"[peers]\ntimeout_ms = {TIMEOUT_MS}\n"
 SPEC = MhaSpec(layers=2, tokens=512, page_size=16, kv_heads=2, head_dim=16, dtype="float32")
 PAGES = 8
-HELLO = PeerHello(boot_id="f" * 32, protocol_min=3, protocol_max=3, dialled="ipc:///run/kvferry/peer.sock")
+HELLO = PeerHello(boot_id="f" * 32, protocol_min=4, protocol_max=4, dialled="ipc:///run/kvferry/peer.sock")
 LOST = ("PEER_LOST", "PEER_LOST")
 PHASES = {
     "before the announcement": (b"ANNOUNCE", ("OK", "OK")),

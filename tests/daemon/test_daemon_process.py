@@ -46,6 +46,7 @@ def works(client: Client, other: Client) -> None:
     other.wait_finished(receiving)
     other.wait_settled(receiving)
     client.wait_settled(sending)
+    assert client.status().counters["transfers.layered"] == 1
     for error, deadline_s in ((CancelledError, 9), (DeadlineError, 0.01)):
         alone = client.receive("pool0", new_request_id(), [pages(ids[:1])], deadline_s=deadline_s)
         if error is CancelledError:
@@ -89,7 +90,7 @@ def test_nothing_is_imported_once_a_daemon_is_ready(tmp_path: Path) -> None:
 # Runs the daemon as another user: what it imports lies where only root can read, perhaps.
 AS_ANOTHER_USER = """
 import ctypes, importlib.util, os, sys
-import kvferry.daemon.daemon, kvferry.clients, structlog.dev, encodings.idna, uvloop
+import kvferry.daemon.daemon, kvferry.clients, structlog.dev, encodings.idna, shutil, uvloop
 program = importlib.util.find_spec("kvferry.daemon.__main__").loader.get_code("kvferry.daemon.__main__")
 os.setgroups([]); os.setgid(12345); os.setuid(12345)
 ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # as a process is that this user has started: setuid closes it

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.clients import AsyncClient, ModelIdentity, Transfer, new_request_id, pages, pages_wanted
+from kvferry.clients import AsyncClient, ModelIdentity, SharedMemory, Transfer, new_request_id, pages, pages_wanted
 from kvferry.daemon.control import dispatch
 from kvferry.daemon.peers import links as peers
 from kvferry.daemon.peers.links import PeerLinks
@@ -89,9 +89,9 @@ async def test_a_copy_that_cannot_begin_fails_alone_and_gives_its_pages_back(
     request_id = new_request_id()
     for name in ("one", "other"):
         await client.create_pool(name, SPEC)
-    one, other = [await receive(client, name, request_id) for name in ("one", "other")]
+    one, other = [await receive(client, name, request_id, destinations=2) for name in ("one", "other")]
     await client.ping()
-    sending = await send(client, request_id, destinations=2)
+    sending = await send(client, request_id)
     with pytest.raises(errors.InternalError, match="a bug of the transport"):
         await client.wait_finished(one)
     assert (await client.wait_finished(other)).pages == 2
@@ -406,6 +406,34 @@ async def test_pages_that_a_stalled_copy_still_writes_are_nobodys(
             tensor[:, theirs] = THEIRS
         await decode.ping()
         assert all(bool((tensor[:, theirs] == THEIRS).all()) for tensor in tensors), "a late write reached a page"
+
+
+async def test_a_removed_pool_that_is_still_read_has_no_owner_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registered pool ends with its session; its memory stays until the last copy out of it has ended."""
+    copy = StallingThreads(monkeypatch)
+    memory = SharedMemory(1 << 20)
+    arrays = {("main", role): memory.array((2, ALL + 1, 4, 2, 4), "float32") for role in ("k", "v")}
+    async with (
+        serving(tuning=ON_THREADS) as at,
+        await AsyncClient.connect(at.path) as decode,
+        AsyncExitStack() as stack,
+    ):
+        stack.callback(copy.go_on)
+        await decode.create_pool("decode", SPEC)
+        request_id = new_request_id()
+        decode.receive("decode", request_id, [pages(await decode.allocate("decode", 2))])
+        async with await AsyncClient.connect(at.path) as prefill:
+            await prefill.register_pool("prefill", SPEC, arrays, device="host")
+            prefill.send("prefill", request_id, [pages([1, 2])])
+            await asyncio.to_thread(copy.stands)
+        while len((await decode.status()).sessions) > 1:
+            pass
+        verified = await decode.verify()
+        assert (verified.checked["pools"], verified.findings) == (2, ()), "the removed one and its own"
+        copy.go_on()
+        while (await decode.verify()).checked["pools"] > 1:
+            pass
+        (at.path / "device-pools.json").unlink()  # why there is no such pool any more, for the next daemon
 
 
 # -- what never answers

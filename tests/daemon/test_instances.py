@@ -143,7 +143,7 @@ def test_names_that_are_none(daemon: Daemon) -> None:
         with pytest.raises(errors.InvalidFieldError) as refused:
             Client.connect(daemon.runtime_dir, instance=name)
         assert refused.value.field == "instance"
-        opening = SessionOpen(protocol_min=3, protocol_max=3, instance=name)
+        opening = SessionOpen(protocol_min=4, protocol_max=4, instance=name)
         with pytest.raises(errors.KvferryError) as refused_by_daemon, raw_engine(daemon.runtime_dir, opening=opening):
             pass
         assert refused_by_daemon.value.code == "MALFORMED"

@@ -319,7 +319,7 @@ async def test_an_unauthenticated_peer_can_neither_part_two_daemons_nor_speak_fo
     other.said.clear()
     await break_once(other, one)
     stolen = {"key": one.links.boot_id, "to_key": other.links.boot_id}
-    hello = PeerHello(boot_id=one.links.boot_id, protocol_min=3, protocol_max=3, dialled=other.address)
+    hello = PeerHello(boot_id=one.links.boot_id, protocol_min=4, protocol_max=4, dialled=other.address)
     restarted = msgspec.structs.replace(hello, boot_id=scripted.boot_id)
     samples = [one for one, _ in PEER_MESSAGES.values() if isinstance(one, PeerEnvelope)]
     bodies = [hello, restarted, *(one.body for one in samples if not one.body.page_counts())]

@@ -366,7 +366,7 @@ def test_descriptors_that_no_frame_speaks_of_end_the_session(daemon: Daemon, dat
 def test_a_descriptor_with_the_opening_is_refused(daemon: Daemon) -> None:
     fd = memfd()
     with connected(daemon.runtime_dir / SESSION_SOCKET) as rude:
-        opening = pack(SessionOpen(protocol_min=3, protocol_max=3))
+        opening = pack(SessionOpen(protocol_min=4, protocol_max=4))
         socket.send_fds(rude, [opening[:5]], [fd])
         assert rude.recv(4096)[4:] != b""
         assert rude.recv(4096) == b""

@@ -152,6 +152,18 @@ def test_what_is_too_long_or_too_many_is_refused() -> None:
     assert index.put(record(PLACES + 1))
 
 
+def test_boots_that_adopt_no_device_are_counted_apart() -> None:
+    memory = new_index()
+    for boot in range(1, 4):
+        index = SessionIndex(memory)
+        assert (index.tries, index.device_tries) == (0, boot - 1)
+        index.begin(BOOT)
+        index.came_up()
+    index = SessionIndex(memory)
+    index.devices_came_up()
+    assert (index.tries, index.device_tries, index.boot_id) == (0, 0, BOOT)
+
+
 @pytest.mark.parametrize(("at", "wrong"), [(8, FORMAT + 1), (0, 0)])
 def test_another_format_or_size_is_not_read(at: int, wrong: int) -> None:
     memory = new_index()

@@ -22,7 +22,6 @@ from kvferry.protocol.session_stream import (
     SessionOpen,
     SharedEvents,
     ShareFollows,
-    TablesFollow,
     TorchShare,
     VmmShare,
     pack,
@@ -74,7 +73,7 @@ def is_served(daemon: Daemon) -> bool:
 @pytest.mark.parametrize(
     "junk",
     [
-        pack(SessionOpen(protocol_min=3, protocol_max=3)),
+        pack(SessionOpen(protocol_min=4, protocol_max=4)),
         b"\x05\x00\x00\x00junk!",
         (1 << 31).to_bytes(4, "little"),
         (4).to_bytes(4, "little") + msgspec.msgpack.encode([1, 2, 3]),
@@ -157,7 +156,6 @@ def test_no_log_and_no_text_shows_a_handle() -> None:
     events = SharedEvents(handles=(SECRET,))
     texts = [repr(one) for one in (SHARE, VMM_SHARE, events)]
     texts.append(repr(ShareFollows(message_id=1, shares=(SHARE, VMM_SHARE), events=events)))
-    texts += [repr(TablesFollow(message_id=1, share=one, events=events)) for one in (SHARE, VMM_SHARE)]
     with kit.daemon('[logging]\nlevel = "debug"\n') as daemon:
         with raw_engine(daemon.runtime_dir) as engine:
             two, too_few = ((SHARE, SHARE), (VMM_SHARE, VMM_SHARE)), ((), (VMM_SHARE,))

@@ -128,6 +128,7 @@ def test_a_name_is_taken_in_its_session_until_the_tables_are_deleted(
 ) -> None:
     with pytest.raises(TablesExistError):
         new_tables(client, pool)
+    other.attach_pool(pool)
     draft, theirs = new_tables(client, pool, "draft", max_batch=1), new_tables(other, pool)
     client.delete_tables(tables)
     with pytest.raises(UnknownTablesError):
@@ -170,6 +171,7 @@ def test_an_update_that_is_wrong_changes_nothing(client: Client, tables: Tables)
         ([5, 5], {"rows": {0: [1, 256]}}, PageOutOfRangeError, "256"),
         ([5, 9], {"entries": entry(1, 2, 21)}, DuplicatePageError, "row 1 has page 21"),
         ([5, 5], {"after": DeviceEvent(event=3, value=1)}, InvalidFieldError, "ring"),
+        ([5, 5], {"after": 0}, InvalidFieldError, "after"),
     ]
     for lengths, wrong, error, says in wrongs:
         with pytest.raises(error, match=says):
@@ -187,10 +189,9 @@ def entry(row: int, column: int, page: int) -> BlockTableEntries:
     return BlockTableEntries([row], [column], [page])
 
 
-def test_an_update_waits_for_its_replay_and_a_second_one_is_refused(
-    client: Client, tables: Tables, device: str
-) -> None:
-    ring = client.open_events(device)
+@pytest.mark.host_only
+def test_an_update_waits_for_its_replay_and_a_second_one_is_refused(client: Client, tables: Tables) -> None:
+    ring = client.open_events()
     update(client, tables, [4], rows={0: [1]})
     replayed = ring.event()
     waiting = client.update_tables(tables, [5], entries=entry(0, 1, 2), after=replayed)
@@ -209,10 +210,9 @@ def test_an_update_waits_for_its_replay_and_a_second_one_is_refused(
     assert [(one.updates, one.waiting) for one in client.status().tables] == [(2, 0)]
 
 
-def test_an_update_whose_deadline_passes_while_it_waits_does_nothing(
-    client: Client, tables: Tables, device: str
-) -> None:
-    ring = client.open_events(device)
+@pytest.mark.host_only
+def test_an_update_whose_deadline_passes_while_it_waits_does_nothing(client: Client, tables: Tables) -> None:
+    ring = client.open_events()
     update(client, tables, [4], rows={0: [1]})
     replayed = ring.event()
     with pytest.raises(DeadlineError):
@@ -224,10 +224,60 @@ def test_an_update_whose_deadline_passes_while_it_waits_does_nothing(
     assert tables.host_lengths().sequence == 3
 
 
+@pytest.mark.device_only
+def test_updates_wait_on_the_device_for_the_replays_that_they_name(client: Client, tables: Tables) -> None:
+    """One is answered before its replay has ended, the next one waits for its copies, and a third one is refused."""
+    update(client, tables, [4], rows={0: [1]})
+    client.wait(client.update_tables(tables, [5], entries=entry(0, 1, 2), after=1))
+    waiting = client.update_tables(tables, [9], entries=entry(0, 2, 3), after=2)
+    with pytest.raises(TablesBusyError) as raised:
+        update(client, tables, [6])
+    assert raised.value.retryable
+    with pytest.raises(TablesBusyError):
+        client.delete_tables(tables)
+    assert contents(tables) == expected([[1]], [4])
+    assert not client.is_ready(waiting)
+    assert tables.replayed() == 1
+    assert client.wait(waiting).sequence == 3
+    assert contents(tables) == expected([[1, 2]], [5])
+    assert tables.replayed() == 2
+    tables.order()
+    assert contents(tables) == expected([[1, 2, 3]], [9])
+
+
+@pytest.mark.device_only
+def test_an_update_whose_deadline_passes_before_the_one_before_it_is_shown_does_nothing(
+    client: Client, tables: Tables
+) -> None:
+    client.wait(client.update_tables(tables, [4], rows={0: [1]}, after=1))
+    with pytest.raises(DeadlineError):
+        client.wait(client.update_tables(tables, [5], entries=entry(0, 1, 2), deadline_s=0.05))
+    tables.replayed()
+    update(client, tables, [7], entries=entry(0, 1, 3))
+    assert contents(tables) == expected([[1, 3]], [7])
+    assert tables.host_lengths().sequence == 2
+
+
+@pytest.mark.host_only
+def test_a_replays_number_is_for_tables_on_a_device(client: Client, tables: Tables) -> None:
+    with pytest.raises(InvalidFieldError, match="on a device"):
+        update(client, tables, [4], rows={0: [1]}, after=1)
+    with pytest.raises(InvalidFieldError, match="on the host"):
+        tables.replayed()
+    assert contents(tables) == expected([], [])
+
+
+@pytest.mark.device_only
+def test_tables_of_a_pool_that_their_client_does_not_know_are_refused(other: Client, pool: str) -> None:
+    with pytest.raises(InvalidFieldError, match="attach or register the pool"):
+        new_tables(other, pool)
+
+
 def test_tables_end_with_their_session_and_outlive_it_where_they_are_mapped(
     daemon: Daemon, client: Client, pool: str
 ) -> None:
     with Client.connect(daemon.runtime_dir, name="short") as other:
+        other.attach_pool(pool)
         mapped, unmapped = new_tables(other, pool), new_tables(other, pool, "unmapped")
         update(other, mapped, [3], rows={0: [1]})
         assert {one.tables for one in client.status().tables} == {"decode", "unmapped"}

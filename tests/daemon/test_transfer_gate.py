@@ -52,12 +52,15 @@ async def test_the_scheduler_knows_each_op_from_before_its_copy_until_after_it(h
         for destinations in (["pool"], ["pool", "other"]):
             request_id = new_request_id()
             receiving = [
-                client.receive(name, request_id, [pages(await client.allocate(name, 2))]) for name in destinations
+                client.receive(
+                    name, request_id, [pages(await client.allocate(name, 2))], destinations=len(destinations)
+                )
+                for name in destinations
             ]
             await client.ping()
             assert not heard, "a receive request that waits for its source holds nothing up"
             listed = [pages(await client.allocate("pool", 2))]
-            sending = client.send("pool", request_id, listed, destinations=len(destinations))
+            sending = client.send("pool", request_id, listed)
             for one in (*receiving, sending):
                 await client.wait_settled(one)
             assert sorted(heard) == sorted(["began", "copy", "ended"] * len(destinations))

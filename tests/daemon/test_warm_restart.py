@@ -50,6 +50,7 @@ SOON_MS = 20_000
 T = TypeVar("T")
 POOL = "pool"
 CONFIG = "[service]\nresume_grace_s = 600.0\n"
+TIER = ("kvferry.tier.memory", "kvferry.tier.record")
 KEEPER = calls.session_open("keeper", keep=True)
 
 
@@ -304,7 +305,7 @@ def test_foreign_descriptors_are_closed(life: Daemon) -> None:
         client.create_pool("swapped", SPEC)
     life.kill()
     with left_by(life) as (store, held):
-        records = {name: fd for name, fd in held.items() if name.endswith(".record")}
+        records = {name: fd for name, fd in held.items() if name.endswith(".record") and name not in TIER}
         first, second = records
         foreign = {
             "kvferry.pool.1.record": os.dup(records[first]),  # another pool's
@@ -330,7 +331,7 @@ def test_foreign_descriptors_are_closed(life: Daemon) -> None:
         assert len(client.allocate(POOL, ALL)) == ALL
     life.kill()
     with left_by(life) as (_, held):
-        assert sorted(held) == sorted(["kvferry.index", first, memory])
+        assert sorted(held) == sorted(["kvferry.index", first, memory, *TIER])
 
 
 def test_another_format_drops_everything_and_says_so_once(life: Daemon) -> None:
@@ -343,7 +344,7 @@ def test_another_format_drops_everything_and_says_so_once(life: Daemon) -> None:
     assert life.log.read_text().count("has format 99, this daemon reads 1") == 1
     with Client.connect(life.runtime_dir) as client:
         assert not client.status().pools
-        assert counters(client) == {"descriptors_dropped": 3}
+        assert counters(client) == {"descriptors_dropped": 3 + len(TIER)}
         client.create_pool(POOL, SPEC)
     life.restart()
     with Client.connect(life.runtime_dir) as client:
@@ -528,5 +529,5 @@ def test_a_bug_that_one_pool_meets_costs_that_pool_only(monkeypatch: pytest.Monk
     monkeypatch.setattr(PoolRegistry, "add", fails)
     assert asyncio.run(life(finds)) == ({"good", "better"}, 2, 1)
     assert asyncio.run(life(finds)) == ({"good", "better"}, 2, 0)
-    assert len(store.kept) == 1 + 2 * 2, "the index, and of each pool its memory and its record"
+    assert len(store.kept) == 1 + len(TIER) + 2 * 2, "the index, the host tier, and of each pool memory and record"
     store.remove(list(store.kept))

@@ -10,8 +10,9 @@ import torch
 
 from kvferry.attention.state_windows import PageWindow, window_of
 from kvferry.attention.window_table import SwaMap
-from kvferry.clients import Client, Pages, Transfer, pages
+from kvferry.clients import CacheGroup, Client, ModelIdentity, Pages, Transfer, pages
 from kvferry.protocol.codec import PageIds
+from kvferry.protocol.tier_messages import Found
 from tests.identity.caches import Arrays, Key
 from tests.identity.models import DRAFTS, MODELS, TinyModel
 from tests.identity.shares import Rank, part_of, spec_of, whole_shape
@@ -35,7 +36,7 @@ class Engine:
         self._models = {"main": model, "swa": model, "mamba": model, **({"draft": draft} if draft else {})}
         total = window_of(0, topology.tokens, topology.tokens, PAGE_SIZE)
         spec = spec_of(model, layers, rank, draft, 2 * total.pages + 3, PAGE_SIZE, side.view)
-        self.pool = client.create_pool(name, spec)
+        self.pool = client.create_pool(name, spec, model=ModelIdentity(name=topology.model))
         fill_region(self.pool.region, POISON)
         self._kinds = {one.name: one.kind for one in self.pool.manifest.components}
         self._spaces = {one.name: one.space for one in self.pool.manifest.components}
@@ -147,31 +148,61 @@ class Engine:
 
     # -- the transfer
 
-    def receive(self, request_id: str, sources: int) -> Transfer:
+    def receive(self, request_id: str, sources: int, destinations: int) -> Transfer:
         lists = self._lists(self.received.get("main", PageWindow(0, 1)), last=True)
-        return self._client.receive(self.pool.name, request_id, lists, sources=sources)
+        return self._client.receive(self.pool.name, request_id, lists, sources=sources, destinations=destinations)
 
-    def send(self, request_id: str, destinations: int, first_token: int | None) -> Transfer:
+    def send(self, request_id: str, first_token: int | None) -> Transfer:
         """Send its pages, in chunks if the topology says so."""
         total = self.received.get("main", PageWindow(0, 1)).end_page
         size = self._topology.chunk_pages or total
         for end in range(size, total, size):
-            self._send(request_id, PageWindow(end - size, end), destinations, last=False)
-        return self._send(
-            request_id, PageWindow((total - 1) // size * size, total), destinations, last=True, first_token=first_token
-        )
+            self._send(request_id, PageWindow(end - size, end), last=False)
+        return self._send(request_id, PageWindow((total - 1) // size * size, total), last=True, first_token=first_token)
 
-    def _send(
-        self, request_id: str, chunk: PageWindow, destinations: int, *, last: bool, first_token: int | None = None
-    ) -> Transfer:
+    def _send(self, request_id: str, chunk: PageWindow, *, last: bool, first_token: int | None = None) -> Transfer:
         return self._client.send(
             self.pool.name,
             request_id,
             self._lists(chunk, last=last),
             first_token=first_token,
             last=last,
-            destinations=destinations,
         )
+
+    # -- the prefix cache
+
+    @property
+    def groups(self) -> list[CacheGroup]:
+        """Return what a prefix needs of each group."""
+        window = self._topology.tiny.window or 0
+        last = {"paged": None, "window": -(-(window - 1) // PAGE_SIZE), "state": 1}
+        return [CacheGroup(group=one, last=last[kind]) for one, kind in self._kinds.items()]
+
+    def store(self, hashes: Sequence[bytes]) -> None:
+        """Store what it holds of a prompt that is in whole pages."""
+        for one in self.groups:
+            first = len(hashes) - (one.last or len(hashes))
+            operation = self._client.store(
+                self.pool.name,
+                hashes[first:],
+                self._blocks(one, first, len(hashes)),
+                group=one.group,
+                parent=hashes[first - 1] if first else None,
+            )
+            assert self._client.wait_done(operation).stored == len(hashes) - first
+
+    def load(self, found: Found) -> None:
+        """Load the prefix that was found."""
+        for one in self.groups:
+            first = found.blocks - (one.last or found.blocks)
+            ids = self._blocks(one, first, found.blocks)
+            operation = self._client.load(self.pool.name, found.lease, ids, group=one.group, first_block=first)
+            assert self._client.wait_done(operation).loaded == found.blocks - first
+        self._client.unpin(found.lease)
+
+    def _blocks(self, of: CacheGroup, first: int, end: int) -> PageIds:
+        ids = self._ids[self._spaces[of.group]]
+        return ids[:1] if self._kinds[of.group] == "state" else ids[first:end]
 
     def close(self) -> None:
         for space, taken in self._taken.items():

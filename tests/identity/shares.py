@@ -108,6 +108,7 @@ def spec_of(
         slots=pages,
         conv_window=model.conv[0],
         conv_channels=sum(model.conv[1]) // rank.size,
+        conv_parts=tuple(width // rank.size for width in model.conv[1]),
         ssm_shape=(held, *model.ssm[1:]),
         state_head_start=rank.number * held,
         state_total_heads=model.ssm[0],

@@ -64,12 +64,11 @@ class Sides:
         """Hand everything off, and return each transfer's outcome."""
         prefill, decode = self._clients
         request_id = new_request_id()
-        receive_requests = [one.receive(request_id, len(self.sources)) for one in self.receive_requests]
-        last = self.sources[-1]
-        sent = [
-            one.send(request_id, len(self.receive_requests), FIRST_TOKEN if one is last else None)
-            for one in self.sources
+        receive_requests = [
+            one.receive(request_id, len(self.sources), len(self.receive_requests)) for one in self.receive_requests
         ]
+        last = self.sources[-1]
+        sent = [one.send(request_id, FIRST_TOKEN if one is last else None) for one in self.sources]
         outcomes = [decode.wait_finished(one) for one in receive_requests]
         for one in sent:
             prefill.wait_finished(one)
@@ -99,8 +98,8 @@ class Sides:
 
 QUICK: Final = {
     "replicated heads, 4 to 2", "prefix and chunks", "window, stages and ranks", "window, prefix into it",
-    "delta net, stages and ranks", "mamba, 2 to 2", "latents, stages and ranks", "index keys, stages and ranks",
-    "draft of latents", "views, FIA to paged, 2 to 1",
+    "delta net, stages and ranks, all mixed", "mamba, 4 to 1", "latents, stages and ranks",
+    "index keys, stages and ranks", "draft of latents", "views, FIA to paged, 2 to 1",
 }  # fmt: skip
 """One or two of each model and of each way to split it; all of them in a full run."""
 

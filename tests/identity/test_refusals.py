@@ -30,6 +30,7 @@ STATES: Final = MambaSpec(
     state_layers=(0,), attention_layers=(1,), slots=4, conv_window=3, conv_channels=24, ssm_shape=(4, 8), tokens=32,
     page_size=4, kv_heads=4, head_dim=16, dtype="bfloat16",
 )  # fmt: skip
+HALF_STATES: Final = replace(STATES, conv_channels=12, ssm_shape=(2, 8), state_total_heads=4)
 TOKENS: Final = 8
 WINDOW_START: Final = 5
 
@@ -47,8 +48,9 @@ class Case(NamedTuple):
 
 
 CASES: Final = {
-    "states, conv or ssm, at different TP sizes": Case(
-        STATES, (replace(STATES, conv_channels=12, ssm_shape=(2, 8), state_total_heads=4),)
+    "a convolution's states at different TP sizes, without its parts": Case(STATES, (HALF_STATES,)),
+    "parts of a convolution that are not split by heads": Case(
+        replace(STATES, conv_parts=(16, 8)), (replace(HALF_STATES, conv_channels=16, conv_parts=(8, 8)),)
     ),
     "FIA-NZ pages against ND pages": Case(MHA, (replace(MHA, view="nz"),)),
     "FIA-NZ pages at different TP sizes": Case(replace(MHA, view="nz"), (replace(HALF, view="nz"),)),
@@ -116,7 +118,7 @@ class Party(Engine):
 
 
 def refused(case: Case, first: str) -> KvferryError:
-    """Return why the last message is refused, whoever's it is; those before it wait on."""
+    """Return the error of the last message, from either side; the messages before it are accepted and wait."""
     harness = TransferHarness()
     decode = Party(harness, case.receive_request, case, is_source=False)
     sources = [Party(harness, spec, case, is_source=True) for spec in case.sources]

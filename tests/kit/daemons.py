@@ -19,7 +19,9 @@ import msgspec
 import pytest
 
 from kvferry.clients import Client
+from kvferry.clients.cli.main import main as command_line
 from kvferry.daemon.daemon import Tuning
+from kvferry.daemon.process.device_keeper import open_keeper
 from kvferry.daemon.process.fd_store import HolderStore, open_store
 from kvferry.daemon.process.inherited import Inherited
 from tests.kit.started import Started, started
@@ -35,6 +37,54 @@ TUNED_COMMAND: Final = os.fspath(Path(__file__).with_name("tuned_daemon.py"))
 """The same, forked from a process that has imported it, with its tuning."""
 
 
+class Orphan:
+    """A process that a daemon has started in its own place: its end is seen, its status is what it was told.
+
+    As ``subprocess.Popen``, as far as a ``Daemon`` needs it.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._pidfd = os.pidfd_open(pid)
+        self._killed = False
+
+    def poll(self) -> int | None:
+        """Return the status, None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the status, once it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it runs still.
+        """
+        if self.returncode is None:
+            ends = select.poll()
+            ends.register(self._pidfd, select.POLLIN)
+            if not ends.poll(None if timeout is None else 1000 * timeout):
+                raise subprocess.TimeoutExpired("a daemon's successor", timeout or 0.0)
+            os.close(self._pidfd)
+            self.returncode = -signal.SIGKILL if self._killed else 0
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            self._killed |= number == signal.SIGKILL
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
 class Daemon:
     """A daemon in a process and a runtime directory of its own, which a test ends and starts anew at will.
 
@@ -43,6 +93,8 @@ class Daemon:
         process: its present life, or the last.
         log: what it writes to its standard error in its present life.
     """
+
+    process: Started | Orphan
 
     def __init__(self, folder: Path, command: Sequence[str], options: Mapping[str, Any]) -> None:
         """Start it for the first time; see ``daemon``."""
@@ -74,6 +126,16 @@ class Daemon:
         """End it by a signal, and start it anew."""
         self.end(number)
         self.start()
+
+    def upgrade(self) -> None:
+        """Have the next one, which is started by the same command, take its place; it serves on return."""
+        with Client.connect(self.runtime_dir, name="upgrade") as client:
+            before = client.boot_id
+        assert command_line(["upgrade", "--runtime-dir", os.fspath(self.runtime_dir)]) == 0
+        assert self.process.wait(END_S) == 0
+        with Client.connect(self.runtime_dir, name="upgrade") as client:
+            assert client.boot_id != before
+            self.process = Orphan(client.status().pid)
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
@@ -131,7 +193,7 @@ def daemon(
         finally:
             status = one.end()
             if keep:
-                open_store(one.runtime_dir, Inherited(), {})
+                open_keeper(one.runtime_dir, open_store(one.runtime_dir, Inherited(), {}), 1)
         assert status in {0, -signal.SIGKILL}, one.log.read_text()
 
 

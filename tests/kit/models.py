@@ -4,20 +4,41 @@
 ranks. ``tiny-mla`` is a MiniCPM3: of SGLang's MLA models it alone always attends to the latent rows. DeepSeek's first
 expands them for a prompt with no cached prefix, and on a CPU no attention backend of SGLang has both.
 ``tiny-deepseek`` is a DeepSeek V3 without experts: of vLLM's MLA models on a CPU, those of its rows alone.
+``tiny-windows`` is a Spark 2.5, whose windows SGLang keeps in a pool of their own, ``tiny-conv`` an LFM2 and
+``tiny-delta`` a Qwen3-Next.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, MiniCPM3Config
+from safetensors.torch import save_file
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Lfm2Config,
+    LlamaConfig,
+    MiniCPM3Config,
+    Qwen3NextConfig,
+)
 
 from examples.demo.model import converted_model
-from tests.kit.folders import SMOLLM2, TINY_ASCEND, TINY_DEEPSEEK, TINY_GQA, TINY_MHA, TINY_MLA
+from tests.kit.folders import (
+    SMOLLM2,
+    TINY_ASCEND,
+    TINY_CONV,
+    TINY_DEEPSEEK,
+    TINY_DELTA,
+    TINY_GQA,
+    TINY_MHA,
+    TINY_MLA,
+    TINY_WINDOWS,
+)
 
 SPREAD: Final = 0.2
 """Of the random weights: ten times the usual, so that a token depends on all the tokens before it."""
@@ -72,10 +93,32 @@ def main() -> None:
         v_head_dim=32,
     )
     ascend = LlamaConfig(**COMMON, num_attention_heads=4, num_key_value_heads=2, head_dim=128)
+    of_four: dict[str, Any] = {**COMMON, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes: dict[str, Any] = {"conv_dim": 128, "conv_dim_out": 128, "block_dim": 128, "block_ff_dim": 256}
+    sizes |= {"conv_L_cache": 3, "block_auto_adjust_ff_dim": False}
+    conv = Lfm2Config(**of_four, **sizes, layer_types=["conv", "full_attention"] * 2)
+    delta = Qwen3NextConfig(
+        **of_four,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        decoder_sparse_step=1,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+    )
     made = {TINY_MHA: mha, TINY_GQA: gqa, TINY_MLA: mla, TINY_DEEPSEEK: deepseek, TINY_ASCEND: ascend}
-    deepseek.moe_layer_freq = 1  # SGLang reads it
+    made |= {TINY_CONV: conv, TINY_DELTA: delta}
+    deepseek.moe_layer_freq, delta.full_attention_interval = 1, 4  # SGLang reads them
     for name, config in made.items():
         save_random(config, folder / name)
+    save_windows(folder / TINY_WINDOWS)
+    for name in (*made, TINY_WINDOWS):
         for file in demo.glob("tokenizer*"):
             shutil.copy(file, folder / name)
 
@@ -86,6 +129,45 @@ def save_random(config: Any, folder: Path) -> None:  # noqa: ANN401  a model's c
     torch.manual_seed(16)
     make: Any = AutoModelForCausalLM
     make.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def save_windows(folder: Path) -> None:
+    """Save a random Spark 2.5, which transformers does not know."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    hidden, inner, heads, kv_heads, dim = COMMON["hidden_size"], COMMON["intermediate_size"], 4, 2, 32
+    config = {
+        **COMMON,
+        "architectures": ["Spark2_5ForCausalLM"],
+        "model_type": "spark2_5",
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_hidden_layers": 4,
+        "head_dim": dim,
+        "headwise_attn_output_gate": True,
+        "sliding_window": 96,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rms_norm_eps": 1e-6,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = {"model.embed_tokens": (COMMON["vocab_size"], hidden), "lm_head": (COMMON["vocab_size"], hidden)}
+    norms = ["model.norm"]
+    for layer in range(4):
+        block = f"model.layers.{layer}."
+        shapes |= {
+            f"{block}self_attn.q_k_v_proj": ((heads + 2 * kv_heads) * dim, hidden),
+            f"{block}self_attn.g_proj": (heads, hidden),
+            f"{block}self_attn.out_proj": (hidden, heads * dim),
+            f"{block}mlp.gate_proj": (inner, hidden),
+            f"{block}mlp.up_proj": (inner, hidden),
+            f"{block}mlp.down_proj": (hidden, inner),
+        }
+        norms += [f"{block}input_layernorm", f"{block}post_attention_layernorm"]
+    chance = torch.Generator().manual_seed(16)
+    weights = {f"{name}.weight": torch.randn(shape, generator=chance) * SPREAD for name, shape in shapes.items()}
+    weights |= {f"{name}.weight": torch.ones(hidden) for name in norms}
+    save_file(weights, folder / "model.safetensors")
 
 
 if __name__ == "__main__":

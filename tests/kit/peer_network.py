@@ -128,7 +128,7 @@ class ScriptedLinks:
         )
 
     def hello(self, address: str, *, answers: bool) -> Sequence[bytes | memoryview]:
-        body = PeerHello(boot_id=self.boot_id, protocol_min=3, protocol_max=3, dialled=address)
+        body = PeerHello(boot_id=self.boot_id, protocol_min=4, protocol_max=4, dialled=address)
         to_key = ANSWER if answers else ""
         return encode_peer(PeerEnvelope(self.own_address(address), self.boot_id, to_key, body))
 

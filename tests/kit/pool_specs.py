@@ -106,6 +106,7 @@ def mha_specs(draw: st.DrawFn) -> MhaSpec:
         view=view,
         replicas=draw(st.integers(1, 3)),
         draft=draw(_draft(view)),
+        index_head_dim=draw(st.none() | _width(view)),
         **draw(_heads()),
         **draw(_pages()),
     )
@@ -186,6 +187,11 @@ def mamba_specs(draw: st.DrawFn) -> MambaSpec:
     attention_fields = {"head_dim": draw(st.integers(1, 9)), **draw(_heads()), **draw(_pages())} if attention else {}
     shapes = draw(st.sampled_from(["conv", "ssm", "both"]))
     conv: dict[str, Any] = {"conv_window": draw(st.integers(1, 4)), "conv_channels": draw(st.integers(1, 9))}
+    conv["conv_channels_first"] = draw(st.booleans())
+    if draw(st.booleans()):
+        unit = 1 if shapes == "conv" else count
+        conv["conv_parts"] = (unit, *(unit * more for more in draw(st.lists(st.integers(1, 3), max_size=2))))
+        conv["conv_channels"] = sum(conv["conv_parts"])
     return MambaSpec(
         attention_layers=attention,
         state_layers=state,
@@ -196,6 +202,7 @@ def mamba_specs(draw: st.DrawFn) -> MambaSpec:
         ssm_shape=None if shapes == "conv" else (count, *draw(st.lists(st.integers(1, 4), max_size=2))),
         state_head_start=0 if shapes == "conv" else rank * count,
         state_total_heads=None if shapes == "conv" else count * 3,
+        state_replicas=draw(st.integers(1, 2)),
         **attention_fields,
         **({} if shapes == "ssm" else conv),
     )

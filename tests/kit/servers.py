@@ -36,6 +36,7 @@ END_S: Final = 30.0
 REPLY_S: Final = 120.0
 LOOK_EVERY_S: Final = 0.1
 WATCH_S: Final = 30.0
+LOWEST_PORT: Final = 10_000
 
 Side: TypeAlias = Literal["prefill", "decode"]
 SIDES: Final[tuple[Side, ...]] = ("prefill", "decode")
@@ -207,12 +208,23 @@ def _ask(url: str, method: str, path: str, body: Mapping[str, object] | None, ti
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports on which nothing listens."""
+    """Return ports on which nothing listens, and of which connections take none.
+
+    A server listens at its port long after this, and connects to others meanwhile, ranks to each other: one that the
+    kernel gave to such a connection would be in use by then.
+    """
+    first_of_connections = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    candidates = range(LOWEST_PORT, first_of_connections)
+    found: list[int] = []
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("", 0))
-        return [one.getsockname()[1] for one in sockets]
+        for port in random.SystemRandom().sample(candidates, len(candidates)):
+            one = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                one.bind(("", port))
+                found.append(port)
+            if len(found) == count:
+                return found
+    raise ServerError(f"fewer than {count} ports below {first_of_connections} are free")
 
 
 @contextlib.contextmanager

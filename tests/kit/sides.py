@@ -44,13 +44,34 @@ def side_of(
     return make_side(entries, heads, np.arange(pages, 0, -1) if ids is None else ids)
 
 
+def state_side_of(window: int, heads: int, parts: Sequence[int], held: int, ids: PageIds) -> PlanSide:
+    """Return a side of one state of a convolution: of each part, of so many bytes a head, the last ``held`` heads."""
+    pages = int(ids.max()) + 1
+    entry = Entry(
+        component="mamba",
+        role="conv",
+        layer=0,
+        base=0,
+        pages=pages,
+        page_bytes=window * heads * sum(parts),
+        heads=heads,
+        shape=(pages, window, heads * sum(parts)),
+        format="_".join(["CONV", *map(str, parts)]),
+    )
+    return make_side([entry], [Heads(heads - held, held)], ids)
+
+
 @st.composite
 def sides(draw: st.DrawFn) -> PlanSide:
     pages = draw(st.integers(1, 16))
     ids = draw(st.permutations(range(1, pages + 1)) | st.just(list(range(1, pages + 1))))
-    taken = ids[: draw(st.integers(1, pages))]
+    taken = np.array(ids[: draw(st.integers(1, pages))], np.int64)
     cut, held = draw(st.booleans()), draw(st.integers(1, 3))
-    return side_of(draw(SIZES), pages, cut=cut, held=held, ids=np.array(taken, np.int64))
+    if draw(st.integers(0, 3)) == 0:
+        heads = draw(st.integers(held, 4))
+        parts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+        return state_side_of(draw(st.integers(1, 3)), heads, parts, held, taken)
+    return side_of(draw(SIZES), pages, cut=cut, held=held, ids=taken)
 
 
 @st.composite

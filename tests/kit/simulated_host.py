@@ -31,6 +31,7 @@ class SimulatedHost:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._seen = 0
+        self._seen_overdue = 0
         self.simulator = Simulator(folder)  # what they can be made to do
         os.environ.update(self.simulator.environment())
 
@@ -57,6 +58,12 @@ class SimulatedHost:
         races = self.simulator.races()
         seen, self._seen = self._seen, len(races)
         return races[seen:]
+
+    def new_overdue(self) -> list[str]:
+        """Return the waits that would never end on a device and were found since the last call."""
+        overdue = self.simulator.overdue()
+        seen, self._seen_overdue = self._seen_overdue, len(overdue)
+        return overdue[seen:]
 
     def close(self) -> None:
         """Forget all that processes have left."""

@@ -29,7 +29,7 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Array(NamedTuple):
-    """What a page of one (component, role, layer) is."""
+    """What a page of one (component, role, layer) is; a row of a convolution's state has parts, each with all heads."""
 
     component: str
     role: str
@@ -38,6 +38,7 @@ class Array(NamedTuple):
     heads: int
     width: int
     dtype: str
+    parts: tuple[int, ...] = ()  # the widths of a head in each, of ``width`` in all
 
     @property
     def page_bytes(self) -> int:
@@ -90,7 +91,10 @@ def tagged_page(array: Array, logical_page: int, split: Split) -> Memory:
     page_tag = zlib.crc32(f"{array.component}/{array.role}/{array.layer}/{logical_page}".encode())
     tags = (page_tag << 16) + (token * 1024 + head * 256 + byte).astype(np.uint64)
     mixed: Memory = ((tags * _MIX) >> np.uint64(56)).astype(np.uint8)
-    return mixed[:, split.heads(array.heads)].reshape(-1)
+    ends = np.cumsum([0, *(array.parts or (array.width,))]) * DTYPE_BYTES[array.dtype]
+    held = mixed[:, split.heads(array.heads)]
+    parts = [held[:, :, start:end].reshape(array.tokens, -1) for start, end in itertools.pairwise(ends.tolist())]
+    return np.concatenate(parts, axis=1).reshape(-1)
 
 
 def plans_of(case: TransferCase) -> list[Planned]:
@@ -169,11 +173,18 @@ def _arrays(draw: st.DrawFn, component: str) -> list[Array]:
     layers = draw(st.integers(1, 4))
     first = draw(st.integers(0, 3)) if component == "main" else 0
     tokens, heads = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 3, 4, 6]))
-    roles = ["k", "v", *draw(st.sets(st.sampled_from(["index_k", "index_scale", "k_scale", "surplus"])))]
+    roles = ["k", "v", *draw(st.sets(st.sampled_from(["index_k", "index_scale", "k_scale", "surplus", "conv", "ssm"])))]
     arrays = []
     for role in sorted(roles):
         if role == "k_scale":  # a number a page and head: no token axis
             arrays += [Array(component, role, first + n, 1, heads, 1, "float32") for n in range(layers)]
+            continue
+        if role in {"conv", "ssm"}:
+            rows = draw(st.integers(1, 3)) if role == "conv" else 1
+            parts = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
+            arrays += [
+                Array(component, role, first, rows, heads, sum(parts), "float16", parts if role == "conv" else ())
+            ]
             continue
         width, dtype = draw(st.integers(1, 4)), draw(st.sampled_from(sorted(DTYPE_BYTES)))
         role_layers = layers if role in {"k", "v"} else draw(st.integers(1, layers))  # a compact indexer has fewer
@@ -221,9 +232,19 @@ def _layout(
             )
             if array.role == "k_scale":
                 entry = msgspec.structs.replace(entry, page_tokens=None, shape=(pages, len(held)), format=PAGE_HEADS)
+            if array.role in {"conv", "ssm"}:
+                entry = _as_state(entry, array)
         entries.append(entry)
         base += pages * entry.page_bytes + draw(st.integers(0, 9))
     return entries, base
+
+
+def _as_state(entry: Entry, array: Array) -> Entry:
+    held = entry.heads or 1
+    if array.role == "ssm":
+        return msgspec.structs.replace(entry, page_tokens=None, shape=(entry.pages, held, array.width))
+    shape, form = (entry.pages, array.tokens, array.width * held), "_".join(["CONV", *map(str, array.parts)])
+    return msgspec.structs.replace(entry, page_tokens=None, shape=shape, format=form)
 
 
 def _source(draw: st.DrawFn, arrays: list[Array], count: int, split: Split, *, must_say_all: bool) -> SourceSide:

@@ -25,6 +25,7 @@ from kvferry.daemon.control.zmtp import ReceivedMessage
 from kvferry.daemon.process.descriptors import Descriptors
 from kvferry.daemon.process.devices import Devices
 from kvferry.daemon.process.memory import HostMemory
+from kvferry.daemon.process.shares import share
 from kvferry.daemon.services import tiers
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.pool_registry import LostPools, PoolRegistry
@@ -32,6 +33,7 @@ from kvferry.daemon.services.pools import HostResources, PoolService
 from kvferry.daemon.tiers.copier import BlockJob, OnJobDone
 from kvferry.daemon.tiers.disk_tier import DiskTier
 from kvferry.daemon.tiers.host_tier import HostTier
+from kvferry.daemon.tiers.kept_tier import KeptTier
 from kvferry.daemon.tiers.remote_store import StoredHeader
 from kvferry.daemon.tiers.remote_tier import RemoteTier
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
@@ -41,6 +43,7 @@ from kvferry.pools.integrity import check
 from kvferry.pools.pool import Pool
 from kvferry.pools.tiers.blocks import BlockStep
 from kvferry.pools.tiers.cached_block import CachedBlock, Namespace
+from kvferry.pools.tiers.tier_record import TierRecord, record_bytes
 from kvferry.protocol.base import Busy, ErrorReply, PageList, RequestBody
 from kvferry.protocol.codec import Frames, PageIds, decode_from_daemon, encode, split
 from kvferry.protocol.config.schema import Config, DiskTierConfig, RemoteTierConfig, TiersConfig
@@ -228,10 +231,12 @@ class Harness:
     Attributes:
         said: what was sent to whom, in order: the session's number, and ``reply`` or the event's kind.
         now_s: what the disk tier's clock shows.
+        damaged: where in the host tier's memory a test has changed bytes.
     """
 
     def __init__(self, config: TiersConfig, *, remote: bool = False, hasher: Executor | None = None) -> None:
         self.now_s = 0.0
+        self.damaged: set[int] = set()
         self.counters = Counters()
         self.sessions = SessionRegistry(LIMITS)
         self.boot = new_boot_id()
@@ -245,7 +250,10 @@ class Harness:
             self.dispatcher, no_socket, devices, self.pools, rings, resources, max_bytes=1 << 30, populate=False
         )
         self.scheduler = Scheduler(dict.fromkeys(OperationClass, 1 << 30), patience_s=0)
-        self.host = HostTier(config, self.counters, memory, call_soon=asyncio.get_running_loop().call_soon)
+        call_soon, size_bytes = asyncio.get_running_loop().call_soon, config.size_bytes(0)
+        file = HostRegion.create("host-tier-record", record_bytes(size_bytes))
+        self.kept = KeptTier(memory.region("host-tier", size_bytes, grows=True), file)
+        self.host = HostTier(config, self.counters, memory, call_soon=call_soon, kept=self.kept)
         self.copier, self.store, self.disk = ScriptedCopier(), ScriptedStore(self.host.region), self._disk(config)
         if remote:
             far = RemoteTierConfig(transport="mooncake_store", address="127.0.0.1")
@@ -331,6 +339,7 @@ class Harness:
         await asyncio.to_thread(self.executor.shutdown)
         await self.pool_service.close()
         await asyncio.to_thread(self.host.close)
+        self.kept.close()
 
     def check(self) -> None:
         """Check that what is counted is what is there."""
@@ -342,6 +351,28 @@ class Harness:
                 check(allocator.problems())
                 check(allocator.holder_problems(self.operations.held_pages()))
                 check(allocator.owner_problems(owners))
+        self._check_kept()
+
+    def damage(self, offset: int) -> None:
+        """Change the first byte of a page in the host tier's memory."""
+        self.host.region.view()[offset] ^= 1
+        self.damaged.add(int(offset))
+
+    def _check_kept(self) -> None:
+        """Check that the next daemon would find just what is ready in the host tier, with the bytes of its digests."""
+        file, region = self.kept.file, self.kept.region
+        record = TierRecord(file.view().copy(), region.size_bytes, share)
+        found = record.read(region.identity, file.data_ranges(), checksums=False)
+        blocks = {(one.head.namespace, its) for one in found.blocks for its in one.hashes}
+        assert not found.dropped or any(one.dropped for one in self.service.snapshots)
+        assert blocks == {one.key for one in self.host.index.page(0, 1 << 20).blocks if one.in_host}
+        ready = {one.name for one in self.service.snapshots if one.state == "ready" and not one.dropped}
+        assert {one.head.name for one in found.snapshots} == ready
+        pages = [(one.offsets, one.digests, one.head.page_bytes) for one in found.blocks]
+        pages += [(its.offsets, its.digests, its.head.block_bytes) for one in found.snapshots for its in one.segments]
+        for offsets, digests, size in pages:
+            for at, digest in zip(offsets.flat, () if digests is None else digests.flat, strict=False):
+                assert at in self.damaged or digest == xxhash.xxh3_64_intdigest(region.view()[at : at + size].data)
 
     def check_empty(self) -> None:
         """Check that nothing is held, counted or allocated by anybody any more."""

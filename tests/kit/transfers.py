@@ -146,7 +146,6 @@ class TransferHarness:
         first_page: int = 0,
         tokens: int | None = None,
         last: bool = True,
-        destinations: int = 1,
         first_token: int | None = None,
         payload: bytes = b"",
         steps: tuple[LayerStep, ...] = (),
@@ -156,7 +155,7 @@ class TransferHarness:
         try:
             ranges = page_ranges(lists, frames, pool.manifest, may_end_inside=last, may_lack=not last)
             chunk = SendChunk(ranges, last, first_token, payload, steps)
-            return self.state_machine.send(self._context(session, pool, request, deadline_s), chunk, destinations)
+            return self.state_machine.send(self._context(session, pool, request, deadline_s), chunk)
         finally:
             self._execute()
 
@@ -169,15 +168,17 @@ class TransferHarness:
         request: str = REQUEST,
         first_page: int = 0,
         tokens: int | None = None,
-        sources: int = 1,
+        sources: int | tuple[str, ...] = 1,
+        destinations: int = 1,
         source_daemons: tuple[str, ...] = (),
         deadline_s: float = 30.0,
     ) -> Accepted:
         lists, frames = _lists(ids, first_page, tokens)
+        count, names = (sources, ()) if isinstance(sources, int) else (len(sources), sources)
         try:
             ranges = page_ranges(lists, frames, pool.manifest, may_end_inside=True)
             context = self._context(session, pool, request, deadline_s)
-            return self.state_machine.receive(context, ranges, sources, source_daemons)
+            return self.state_machine.receive(context, ranges, count, destinations, source_daemons, names)
         finally:
             self._execute()
 
@@ -358,10 +359,11 @@ class Engine:
     def receive(self, first: int = 0, stop: int | None = None, *, ids: Lists | None = None, **more: Any) -> Accepted:  # noqa: ANN401  what the harness takes
         return self.harness.receive(self.session, self.pool, self.pages[first:stop] if ids is None else ids, **more)
 
-    def come(self, direction: Direction, *, others: int = 1, **more: Any) -> Accepted:  # noqa: ANN401  what the harness takes
+    def come(self, direction: Direction, *, sources: int = 1, destinations: int = 1, **more: Any) -> Accepted:  # noqa: ANN401  what the harness takes
+        """SEND, or RECEIVE of so many sources as one of so many destinations."""
         if direction == "send":
-            return self.send(destinations=others, **more)
-        return self.receive(sources=others, **more)
+            return self.send(**more)
+        return self.receive(sources=sources, destinations=destinations, **more)
 
     def cancel(self, direction: Direction, request: str = REQUEST) -> None:
         self.harness.cancel(self.session, self.pool, direction, request)

@@ -107,6 +107,11 @@ def register(engine: Engine) -> None:
     engine.client.delete_pool(name)
 
 
+def open_anew(engine: Engine) -> None:
+    """As the first client of a process does."""
+    Accelerator(engine.device).open()
+
+
 def record(engine: Engine) -> None:
     ring = engine.client.open_events(engine.device, events=2)
     ring.record_event()
@@ -114,11 +119,13 @@ def record(engine: Engine) -> None:
 
 def use_tables(engine: Engine) -> None:
     client = engine.client
+    pool = client.attach_pool(engine.pool)
     tables = client.create_tables("tables", engine.pool, max_batch=4, max_context_tokens=64)
-    client.wait(client.update_tables(tables, [1], rows={0: [1]}))
+    client.wait(client.update_tables(tables, [1], rows={0: [1]}, after=tables.replayed()))
     tables.order()
     assert tables.block_tables.device == torch.device(engine.device)
     client.delete_tables(tables)
+    pool.close()
 
 
 def attach(engine: Engine) -> None:
@@ -156,10 +163,12 @@ def refusing(*_arguments: object) -> Any:  # noqa: ANN401  whatever it stands fo
 @pytest.mark.parametrize(
     ("name", "instead", "use"),
     [
-        ("Stream", failing, attach),
-        ("Stream", failing, record),
+        ("Stream", failing, open_anew),
         ("map", refusing, attach),
         ("map", refusing, use_tables),
+        ("export", refusing, use_tables),
+        ("write_value", failing, use_tables),
+        ("wait_value", failing, use_tables),
         ("map", failing, attach),
         ("export", refusing, register),
         ("shared_event", failing, record),

@@ -30,10 +30,10 @@ POOLS = {"small": _spec(8, pages=64), "long": _spec(PAGE, pages=640)}
 class Engine:
     """An engine with the small pool's pages full of random numbers; the tables that it makes go with the test."""
 
-    def __init__(self, client: Client, device: str) -> None:
+    def __init__(self, client: Client) -> None:
         self.client = client
         self.small = Cache.random(client.attach_pool("small"), seed=1)
-        self._ring = client.open_events(device)
+        client.attach_pool("long")
         self._made: list[Tables] = []
 
     def tables(self, pool: str = "small", **shape: Any) -> Tables:  # noqa: ANN401  of create_tables
@@ -44,7 +44,7 @@ class Engine:
 
     def update(self, tables: Tables, lengths: Sequence[int], rows: Sequence[Any] = (), **more: Any) -> None:  # noqa: ANN401
         """Change tables, after the last replay; the first rows get these pages as a whole."""
-        whole, after = dict(enumerate(rows)), self._ring.record_event()
+        whole, after = dict(enumerate(rows)), tables.replayed()
         self.client.wait(self.client.update_tables(tables, lengths, rows=whole, after=after, **more))
 
     def close(self) -> None:
@@ -53,8 +53,8 @@ class Engine:
 
 
 @pytest.fixture
-def engine(client: Client, device: str) -> Iterator[Engine]:
-    one = Engine(client, device)
+def engine(client: Client) -> Iterator[Engine]:
+    one = Engine(client)
     yield one
     one.close()
 

@@ -24,43 +24,47 @@ POOLS = {"pool": SPEC}
 
 
 def made(client: Client, max_batch: int = 4) -> Tables:
+    client.attach_pool("pool")
     return client.create_tables("tables", "pool", max_batch=max_batch, max_context_tokens=64)
 
 
-def test_memory_of_tables_is_given_back_and_what_does_not_fit_is_refused(daemon: Daemon, simulator: Simulator) -> None:
+def test_what_tables_that_are_over_had_is_let_go(daemon: Daemon, client: Client, simulator: Simulator) -> None:
+    """The daemon holds nothing of their memory, which is the engine's, whether they were deleted or it was killed."""
+    client.attach_pool("pool")
     before = simulator.memory_used(0)
-    with Client.connect(daemon.runtime_dir, name="short") as engine:
-        for deleted in (True, False):
-            tables = made(engine, max_batch=65_536)
-            assert simulator.memory_used(0) > before
-            [status] = engine.status().tables
-            assert (status.device, status.max_batch, status.columns) == (DEVICE.name, 65_536, 4)
-            engine.wait(engine.update_tables(tables, [3], rows={0: [1]}))
-            if deleted:
-                engine.delete_tables(tables)
-                assert soon(lambda: simulator.memory_used(0) == before)
-            else:
-                tables.close()
+    with Child(simulator) as victim:
+        victim.do(ENGINE.format(directory=str(daemon.runtime_dir), device=DEVICE.name, rows=65_536))
+        assert simulator.memory_used(0) > before
+        [status] = client.status().tables
+        assert (status.device, status.max_batch, status.columns) == (DEVICE.name, 65_536, 4)
+        victim.do("client.delete_tables(tables)")
+        assert not client.status().tables
+        victim.do('tables = client.create_tables("decode", "pool", max_batch=65_536, max_context_tokens=64)')
+        victim.do(UPDATE)
+        victim.kill()
     assert soon(lambda: simulator.memory_used(0) == before)
-    with Client.connect(daemon.runtime_dir, name="late") as engine:
-        simulator.out_of_memory()
-        try:
-            with pytest.raises(OutOfMemoryError):
-                made(engine)
-        finally:
-            simulator.out_of_memory(0)
-        made(engine)
+    assert not client.status().tables
+
+
+def test_tables_for_which_the_engine_has_no_memory_are_refused(client: Client, simulator: Simulator) -> None:
+    simulator.out_of_memory()
+    try:
+        with pytest.raises(OutOfMemoryError):
+            made(client, max_batch=65_536)
+    finally:
+        simulator.out_of_memory(0)
+    made(client)
 
 
 def test_an_engine_that_hangs_holds_up_no_other(
     client: Client, other: Client, device: str, simulator: Simulator
 ) -> None:
-    ours, theirs, ring = made(client), made(other), other.open_events(device)
+    ours, theirs = made(client), made(other)
     operation = torch.zeros(16, device=device)
     torch.accelerator.synchronize()
     with simulator.held(os.getpid()):
         operation.add_(1)
-        other.wait(other.update_tables(theirs, [1], rows={0: [1]}, after=ring.record_event()))
+        other.wait(other.update_tables(theirs, [1], rows={0: [1]}, after=theirs.replayed()))
         late = other.update_tables(theirs, [2], deadline_s=7)  # longer than a call to the device may take
         for length in range(1, 33):
             client.wait(client.update_tables(ours, [length], rows={0: [1, 2]}))
@@ -77,15 +81,15 @@ def test_an_engine_that_hangs_holds_up_no_other(
 ENGINE = """
 from kvferry.clients import Client
 client = Client.connect({directory!r}, name="victim")
-tables = client.create_tables("decode", "pool", max_batch=4, max_context_tokens=64)
-ring = client.open_events({device!r})
+pool = client.attach_pool("pool")
+tables = client.create_tables("decode", "pool", max_batch={rows}, max_context_tokens=64)
 x = torch.zeros(64, device={device!r})
 torch.accelerator.synchronize()
 result = torch.npu.current_stream().npu_stream
 """
 UPDATE = """
 x.add_(1)
-result = client.wait(client.update_tables(tables, [3], rows={0: [1]}, after=ring.record_event())).sequence
+result = client.wait(client.update_tables(tables, [3], rows={0: [1]}, after=tables.replayed())).sequence
 """
 
 
@@ -94,13 +98,12 @@ def test_an_engine_that_is_killed_as_its_replay_hangs_holds_nobody_up(
 ) -> None:
     """Its update waits on the device for the replay; other engines' updates go on, and its death ends it."""
     tables = made(client)
-    ring = client.open_events(device)
 
     def update(*arguments: Any, **more: Any) -> None:  # noqa: ANN401  an update's
-        client.wait(client.update_tables(tables, *arguments, **more, after=ring.record_event(), deadline_s=5))
+        client.wait(client.update_tables(tables, *arguments, **more, after=tables.replayed(), deadline_s=5))
 
     with Child(simulator) as victim:
-        stream = victim.do(ENGINE.format(directory=str(daemon.runtime_dir), device=device))
+        stream = victim.do(ENGINE.format(directory=str(daemon.runtime_dir), device=device, rows=4))
         with simulator.held(process=victim.pid, stream=stream):
             assert victim.do(UPDATE) == 1
             for step in range(3):
@@ -118,12 +121,12 @@ def test_an_engine_that_is_killed_as_its_replay_hangs_holds_nobody_up(
 def test_tables_that_are_given_up_stay_mapped_until_their_copies_are_done(
     client: Client, other: Client, device: str, simulator: Simulator
 ) -> None:
-    ring, operation = other.open_events(device), torch.zeros(16, device=device)
+    operation = torch.zeros(16, device=device)
     torch.accelerator.synchronize()
+    theirs = made(other)
     with simulator.held(os.getpid()):
         operation.add_(1)
-        theirs = made(other)
-        other.wait(other.update_tables(theirs, [1], rows={0: [1]}, after=ring.record_event()))
+        other.wait(other.update_tables(theirs, [1], rows={0: [1]}, after=theirs.replayed()))
         other.delete_tables(theirs)
         client.create_pool("another", SPEC, device=device)
     assert client.status().devices[0].state == "ready"

@@ -8,11 +8,12 @@ from typing import Any, Final
 import pytest
 import torch
 
-from kvferry.clients import AsyncClient, Client, MhaSpec, new_request_id, pages
+from kvferry.clients import AsyncClient, BlockTableEntries, Client, MhaSpec, new_request_id, pages
 from kvferry.clients.connection import Reconnected
-from kvferry.protocol.errors import PoolLostError, StaleBootError, UnknownTablesError
+from kvferry.protocol.errors import PoolLostError, StaleBootError
 from tests import kit
 from tests.cann_simulator.simulator import Simulator
+from tests.kit import faults
 from tests.kit.blocking import connected
 from tests.kit.daemons import Daemon, soon
 from tests.kit.devices import DEVICE
@@ -83,7 +84,7 @@ def test_memory_that_is_no_more_is_lost_alone(life: Daemon) -> None:
         assert len(client.owned_pages("there")["main"]) == 4
 
 
-def test_a_pool_of_the_daemon_is_lost(life: Daemon, simulator: Simulator) -> None:
+def test_a_pool_of_the_daemon_is_lost_with_its_keeper(life: Daemon, simulator: Simulator) -> None:
     """Each call that names it says so, and what to do; whoever does that goes on."""
     told: list[Reconnected] = []
     missing: list[Reconnected] = []
@@ -97,6 +98,8 @@ def test_a_pool_of_the_daemon_is_lost(life: Daemon, simulator: Simulator) -> Non
         pool.tensor("main", "k").fill_(2)
         torch.accelerator.synchronize()
         used = simulator.memory_used(0)
+        [device] = client.status().devices
+        faults.kill(int(device.keeper.removeprefix("process ")))
         event = restart(life, client, told)
         assert bool((pool.tensor("main", "k") == 2).all().cpu()), "a process that has mapped it keeps it"
         assert simulator.memory_used(0) <= used + 2 * POOL_BYTES, "what the killed daemon had has come back"
@@ -126,29 +129,20 @@ def test_a_pool_of_the_daemon_is_lost(life: Daemon, simulator: Simulator) -> Non
         client.delete_pool("lost")
 
 
-def test_event_rings_and_tables_end_and_are_made_anew(life: Daemon) -> None:
+def test_event_rings_end_and_tables_go_on(life: Daemon) -> None:
     told: list[Reconnected] = []
     with Client.connect(life.runtime_dir, name="engine", on_reconnect=told.append) as client:
         client.register_pool("own", SPEC, own_memory(), device=DEVICE.name, deadline_s=OPENING_S)
-
-        def begun() -> tuple[Any, Any]:
-            made = client.create_tables("tables", "own", max_batch=2, max_context_tokens=32)
-            return client.open_events(DEVICE.name, events=2, deadline_s=OPENING_S), made
-
-        def update(ring: Any, tables: Any) -> None:  # noqa: ANN401  what ``begun`` returns
-            client.wait(client.update_tables(tables, [4], rows={0: [3]}, after=ring.record_event()))
-
-        ring, tables = begun()
-        update(ring, tables)
+        tables = client.create_tables("tables", "own", max_batch=2, max_context_tokens=32)
+        ring = client.open_events(DEVICE.name, events=2, deadline_s=OPENING_S)
+        client.wait(client.update_tables(tables, [4], rows={0: [3]}, after=tables.replayed()))
         event = restart(life, client, told)
-        assert (event.rings, event.tables, event.pools) == (True, ("tables",), ())
+        assert (event.rings, event.tables, event.emptied, event.pools) == (True, (), (), ())
         with pytest.raises(StaleBootError, match="event ring"):
             ring.record_event()
-        with pytest.raises(UnknownTablesError):
-            client.wait(client.update_tables(tables, [4], rows={0: [3]}))
         ring.close()
-        tables.close()
-        ring, tables = begun()
-        update(ring, tables)
+        client.wait(client.update_tables(tables, [17], entries=BlockTableEntries([0], [1], [2])))
         tables.order()
-        assert tables.block_tables[0, 0].item() == 3
+        assert tables.block_tables[0].tolist() == [3, 2]
+        with client.open_events(DEVICE.name, events=2) as again:
+            again.record_event()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from kvferry.pools.allocator import NOBODY, OWNER_DTYPE, PageAllocator
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.manifest import spaces_of
 from kvferry.pools.pool_file import (
+    KeptRecord,
     PoolRecord,
     drop_owners,
     end_pool_file,
@@ -47,6 +50,29 @@ def test_a_pool_is_there_when_its_file_is_complete_and_until_it_is_deleted() -> 
     end_pool_file(memory)
     with pytest.raises(UnreadableFileError, match="deleted"):
         read_pool_record(memory)
+
+
+KEPT = KeptRecord(device="npu:0", key="0123456789abcdef" * 2, size_bytes=2 << 20)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"device": "host"}, {"device": "cuda:0"}, {"device": "npu:0\n"}, {"key": ""}, {"key": "g" * 32},
+        {"key": "a" * 33}, {"key": "A" * 32}, {"size_bytes": 0}, {"size_bytes": 1 << 51}, {"size_bytes": "1"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_memory_that_a_keeper_has_is_checked(wrong: dict[str, Any]) -> None:
+    for kept, is_read in ((KEPT, True), (msgspec.structs.replace(KEPT, **wrong), False)):
+        record = msgspec.structs.replace(POOL_RECORD, kept=kept)
+        memory = Recording(pool_file_bytes(record, MANIFEST))
+        write_pool_file(memory, record)
+        if is_read:
+            assert read_pool_record(memory) == record
+        else:
+            with pytest.raises(UnreadableFileError, match="kept"):
+                read_pool_record(memory)
 
 
 @DEVICE.examples(150)

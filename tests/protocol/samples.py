@@ -1,6 +1,6 @@
-"""One fixed message of every type: its body is a line of ``samples.txt``, its bytes are in ``golden_v3.json``.
+"""One fixed message of every type: its body is a line of ``samples.txt``, its bytes are in ``golden_v4.json``.
 
-Messages between daemons have theirs in ``golden_peer_v3.json``. The golden bytes change only with the protocol: when a
+Messages between daemons have theirs in ``golden_peer_v4.json``. The golden bytes change only with the protocol: when a
 type or a field is added (at the tail, with a default), write them anew with ``python -m tests.protocol.samples`` and
 look at the difference; old lines must not change, unless PROTOCOL_MAX is raised and new files begun.
 """
@@ -28,8 +28,8 @@ BOOT: Final = "00112233445566778899aabbccddeeff"
 TO_BOOT: Final = "ffeeddccbbaa99887766554433221100"
 IDS: Final = (np.array([5, 1 << 40], np.int64), np.array([-1], np.int64))
 OF_TABLES: Final = np.array([129, 257, 0, 1, 9, 1, 2, 5, 6, 7, 4, 8], np.int64)
-GOLDEN: Final = Path(__file__).with_name("golden_v3.json")
-PEER_GOLDEN: Final = Path(__file__).with_name("golden_peer_v3.json")
+GOLDEN: Final = Path(__file__).with_name("golden_v4.json")
+PEER_GOLDEN: Final = Path(__file__).with_name("golden_peer_v4.json")
 
 Message: TypeAlias = tuple[Request | Reply | Event | PeerEnvelope, tuple[PageIds, ...]]
 REQUESTS: Final = tuple(REQUEST_TYPES.values())

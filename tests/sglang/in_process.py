@@ -7,29 +7,37 @@ has both managers of a pair, over one pool, of which a request has some pages at
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
 from sglang.srt.disaggregation.base.conn import KVArgs
-from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.disaggregation.common.conn import KVTransferError
+from sglang.srt.disaggregation.utils import DisaggregationMode, setup_state_kv_args
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_pool
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MambaPool, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.storage import StorageBackendFactory
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import get_context, get_parallel
 
 from kvferry.clients.engine_pool import EnginePool
-from kvferry.clients.sglang import identity, pools, transfer
+from kvferry.clients.sglang import bootstrap, identity, pools, transfer
+from kvferry.protocol.ids import HOST
+from tests.kit.devices import DEVICE
 from tests.kit.servers import free_ports
 from tests.sglang.servers import EXTRA
 
@@ -47,7 +55,7 @@ def told(
 ) -> Iterator[None]:
     """Have SGLang's options, its ranks and this process's environment be these."""
     load_plugins()
-    parallel = {"tp_rank": 0, "dp_rank": None, "attn_tp_rank": 0, "attn_cp_rank": 0, "attn_dp_rank": 0}
+    parallel = {"tp_rank": 0, "pp_rank": 0, "dp_rank": None, "attn_tp_rank": 0, "attn_cp_rank": 0, "attn_dp_rank": 0}
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         for name, value in (environment or {}).items():
             patch.setenv(name, value)
@@ -209,6 +217,12 @@ def same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
 # -- prefill and decode
 
 PAGE: Final = 4
+ON: Final = DEVICE.name.partition(":")[0] if DEVICE.name != HOST else "cpu"
+"""The run's device, as SGLang calls it."""
+SLOTS: Final = 8
+"""Of states."""
+WINDOW_TOKENS: Final = 128
+"""In all windows together."""
 ROW_BYTES: Final = 100_000
 """Of metadata: hidden states for speculative decoding are more than 64 KiB."""
 ROWS: Final = 4
@@ -236,6 +250,86 @@ def mla_pool(tokens: int = 256, **more: object) -> Any:  # noqa: ANN401  SGLang'
     return MLATokenToKVPool(tokens, PAGE, torch.float32, 16, 8, LAYERS, "cpu", enable_memory_saver=False, **more)
 
 
+def windows_pool(tokens: int = 256, window_tokens: int = WINDOW_TOKENS, **more: object) -> Any:  # noqa: ANN401  SGLang's class
+    """Return a pool of SGLang's for the run's device: layers 1 and 3 are full, 0, 2 and 4 windows of other widths."""
+    layers = {"swa_attention_layer_ids": [0, 2, 4], "full_attention_layer_ids": [1, 3]}
+    widths = {"head_num": 2, "head_dim": 8, "v_head_dim": 4, "swa_head_num": 4, "swa_head_dim": 6, "swa_v_head_dim": 6}
+    sizes = {"size": tokens, "size_swa": window_tokens, "page_size": PAGE, "dtype": torch.float32, "device": ON}
+    return SWAKVPool(**{**sizes, **layers, **widths, **_classes("token_to_kv_pool_class"), **more})
+
+
+def states_pool(
+    tokens: int = 256,
+    states: Mapping[str, Any] | None = None,
+    shape: Mapping[str, Any] | None = None,
+    kind: type[MambaPool] = MambaPool,
+    **more: object,
+) -> Any:  # noqa: ANN401  SGLang's class
+    """Return a pool of SGLang's for the run's device: layers 1 and 3 have pages, 0 and 2 both kinds of states.
+
+    ``states``, ``shape``, ``kind``: what is told otherwise to its pool of states, and of a state; its class.
+    """
+    layers = [0, 2]
+    usual = Mamba2StateShape.create(
+        tp_world_size=1, intermediate_size=8, n_groups=1, num_heads=2, head_dim=4, state_size=5, conv_kernel=4
+    )
+    params = Mamba2CacheParams(
+        shape=dataclasses.replace(usual, **(shape or {})),
+        layers=layers,
+        dtype=Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32),
+    )
+    told = {"size": SLOTS, "spec_state_size": 4, "mamba_layer_ids": layers, "device": ON, **(states or {})}
+    sizes = {"size": tokens, "page_size": PAGE, "dtype": torch.float32, "head_num": 2, "head_dim": 8, "device": ON}
+    sizes |= {"full_attention_layer_ids": [1, 3], **_classes("full_kv_pool_class")}
+    slots = kind(cache_params=params, **told)
+    return HybridLinearKVPool(**{**sizes, "mamba_pool": slots, **more})
+
+
+def sparse_pool(**more: object) -> Any:  # noqa: ANN401  SGLang's class
+    """Return a pool of SGLang's for an NPU: layers 1 to 4 have pages, 2 and 4 an indexer's keys, too."""
+    from sglang.srt.hardware_backend.npu.memory_pool_npu import NPUMiniMaxSparseKVPool  # noqa: PLC0415  NPUs only
+
+    sizes = {"size": 256, "page_size": PAGE, "dtype": torch.float32, "head_num": 2, "head_dim": 8, "device": ON}
+    layers = {"dense_layer_ids": [0, 1, 3], "sparse_layer_ids": [2, 4, 5], "start_layer": 1, "end_layer": 5}
+    sizes |= {"idx_head_dim": 16, "index_dtype": torch.bfloat16, "disable_value_sparse_layer_ids": [2, 4, 5]}
+    return NPUMiniMaxSparseKVPool(**{**sizes, **layers, **more})
+
+
+def _classes(name: str) -> dict[str, Any]:
+    """Return what SGLang says of the classes within a hybrid pool, on the run's device."""
+    if ON == "cpu":
+        return {}
+    from sglang.srt.hardware_backend.npu.memory_pool_npu import NPUMHATokenToKVPool  # noqa: PLC0415  NPUs only
+
+    return {name: NPUMHATokenToKVPool}
+
+
+def with_draft(
+    model: Callable[[], Any], draft: Callable[[], Any] | None = None, *, heads: int = 2, model_type: str = ""
+) -> tuple[Any, Any]:
+    """Make SGLang's pools of a model and, if it has one, of its draft model, as a scheduler does.
+
+    ``heads``: of KV of either, over all ranks.
+    """
+    made = []
+    drafts = SimpleNamespace(_draft_model_runners=lambda: ("runner",))
+
+    def init_memory_pools(_: object) -> None:
+        config = SimpleNamespace(
+            get_total_num_kv_heads=lambda: heads,
+            get_swa_num_kv_heads=lambda _: heads,
+            hf_text_config=SimpleNamespace(model_type=model_type),
+        )
+        for one, is_draft in ((model, False), (draft, True)):
+            if one is not None:
+                pools.note_model(SimpleNamespace(model_config=config, is_draft_worker=is_draft))
+                made.append(one())
+
+    with current_pool(lambda: None):
+        pools.make_pools(init_memory_pools, SimpleNamespace(draft_worker=None if draft is None else drafts))
+    return made[0], made[1] if draft else None
+
+
 @contextlib.contextmanager
 def current_pool(pool: Callable[[], EnginePool | None]) -> Iterator[None]:
     """Have the plugin find this as the process's pool: these tests make several in one process."""
@@ -245,7 +339,8 @@ def current_pool(pool: Callable[[], EnginePool | None]) -> Iterator[None]:
 
 
 def buffers_of(pool: Any) -> list[torch.Tensor]:  # noqa: ANN401  SGLang's class
-    """Return what a pool has, a layer of a role each: (tokens, …)."""
+    """Return what a pool has on the pages of whole prompts, a layer of a role each: (tokens, …)."""
+    pool = getattr(pool, "full_kv_pool", pool)
     return [*pool.k_buffer, *pool.v_buffer] if hasattr(pool, "k_buffer") else [*pool.kv_buffer]
 
 
@@ -261,19 +356,20 @@ class Halves:
 
     Attributes:
         sglang: their pool, as SGLang has it.
+        draft: SGLang's pool of their draft model, if they have one.
         pool: the same as the daemon has it.
         rows, counts: of metadata, ROW_BYTES and 16 bytes each.
         address: the bootstrap server's.
         prefill, decode: the managers.
     """
 
-    def __init__(self, sglang: Any, pool: EnginePool, bootstrap_port: int) -> None:  # noqa: ANN401
-        self.sglang, self.pool = sglang, pool
+    def __init__(self, sglang: Any, pool: EnginePool, bootstrap_port: int, draft: Any = None) -> None:  # noqa: ANN401
+        self.sglang, self.pool, self.draft = sglang, pool, draft
         self.rows = np.zeros((ROWS, ROW_BYTES), np.uint8)
         self.counts = np.zeros((ROWS, 2), np.int64)
         self.address = f"127.0.0.1:{bootstrap_port}"
         self._rooms = 0
-        self._bootstrap = transfer.KvferryKVBootstrapServer("127.0.0.1", bootstrap_port)
+        self._bootstrap = bootstrap.KvferryKVBootstrapServer("127.0.0.1", bootstrap_port)
         args = self._told(self.rows, self.counts)
         self.prefill = manager(args, DisaggregationMode.PREFILL)
         self.decode = self.decode_with(args)
@@ -281,11 +377,13 @@ class Halves:
     def _told(self, *metadata: npt.NDArray[Any]) -> Any:  # noqa: ANN401  SGLang's class
         """Return what the scheduler tells a manager of the pool and of the buffers of metadata, a row a request."""
         args = KVArgs()
-        args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = self.sglang.get_contiguous_buf_infos()
+        lists = [one.get_contiguous_buf_infos() for one in (self.sglang, self.draft) if one is not None]
+        args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = map(list, map(itertools.chain, *lists))
+        args.num_draft_entries = sum(len(one[0]) for one in lists[1:])
         args.aux_data_ptrs = [one.ctypes.data for one in metadata]
         args.aux_data_lens = [one.nbytes for one in metadata]
         args.aux_item_lens = [one[0].nbytes for one in metadata]
-        args.state_types, args.state_item_lens = [], []
+        setup_state_kv_args(args, self.sglang)
         args.page_size, args.kv_cache_dtype_str = PAGE, "float32"
         args.engine_rank, args.system_dp_rank, args.pp_rank = 0, 0, 0
         return args
@@ -334,17 +432,19 @@ class Halves:
 
 
 @contextlib.contextmanager
-def halves(runtime_dir: Path, make: Callable[[], Any], **environment: str) -> Iterator[Halves]:
-    """Make a pool as SGLang's constructor does where kvferry is chosen, and both managers over it."""
+def halves(runtime_dir: Path, *make: Callable[[], Any], **environment: str) -> Iterator[Halves]:
+    """Make a pool as SGLang's constructor does where kvferry is chosen, and both managers over it.
+
+    ``make``: the pool, and that of a draft model if there is one.
+    """
     port = free_ports(1)[0]
     environment = {"KVFERRY_RUNTIME_DIR": os.fspath(runtime_dir), **environment}
     with chosen(environment, disaggregation_bootstrap_port=port, served_model_name="tests"):
-        with current_pool(lambda: None):
-            sglang = make()
+        made = with_draft(*make)
         pool = LAST()
         assert pool is not None
         with current_pool(lambda: pool):
-            yield Halves(sglang, pool, port)
+            yield Halves(made[0], pool, port, made[1])
 
 
 def polled(half: Any, state: int) -> bool:  # noqa: ANN401  of SGLang's methods, too
@@ -353,3 +453,10 @@ def polled(half: Any, state: int) -> bool:  # noqa: ANN401  of SGLang's methods,
     while (now := half.poll()) != state and time.monotonic() < ends_at:
         pass
     return bool(now == state)
+
+
+def reason(half: Any) -> str:  # noqa: ANN401  of SGLang's methods, too
+    """Return why a half has failed, as the scheduler is told."""
+    with pytest.raises(KVTransferError) as raised:
+        half.failure_exception()
+    return str(raised.value)

@@ -19,7 +19,7 @@ from kvferry.clients import Client
 from kvferry.protocol.ids import HOST
 from tests.kit import servers
 from tests.kit.devices import DEVICE
-from tests.kit.folders import MODELS, REPOSITORY, SMOLLM2
+from tests.kit.folders import MODELS, REPOSITORY, SMOLLM2, TINY_CONV, TINY_DELTA, TINY_WINDOWS
 from tests.kit.servers import (
     AT_ONCE,
     LENGTHS,
@@ -65,9 +65,12 @@ ENVIRONMENT: Final = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
+    "SGLANG_TIMEOUT_KEEP_ALIVE": "600",  # else a request may meet the end of its connection: only one side hears of it
     "PYTHONDONTWRITEBYTECODE": "",  # each start would compile SGLang anew
     "PYTHONPATH": f"{REPOSITORY / 'src'}:{STUBS}",
 }
+TWO_RANKS: Final = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+"""More ranks than a machine has NUMA nodes."""
 ON_NPU: Final = {
     "ASCEND_USE_FIA": "1",
     "ASCEND_GLOBAL_LOG_LEVEL": "3",
@@ -75,6 +78,24 @@ ON_NPU: Final = {
     "SGLANG_ENABLE_WAR_BARRIER": "1",  # else its scheduler writes what its model still reads: the simulator says so
     "PYTHONPATH": f"{STUBS / 'npu'}:{ENVIRONMENT['PYTHONPATH']}",
 }
+
+
+class Needs(NamedTuple):
+    """What a model's servers are started with beside the usual."""
+
+    options: Sequence[str] = ()
+    environment: Mapping[str, str] = {}
+
+
+_HYBRID: Final = {"PYTHONPATH": f"{STUBS / 'hybrid'}:{ENVIRONMENT['PYTHONPATH']}"}
+_FEW_STATES: Final = ("--disable-radix-cache", "--max-mamba-cache-size", "64")
+"""SGLang would make as many slots as memory has room for."""
+NEEDS: Final = {
+    TINY_WINDOWS: Needs((), _HYBRID),
+    TINY_CONV: Needs(_FEW_STATES, _HYBRID),
+    TINY_DELTA: Needs(_FEW_STATES, {**_HYBRID, "SGLANG_USE_CPU_ENGINE": "1"}),
+}
+"""Of hybrid models."""
 EXTRA: Final = {
     "backend_name": "kvferry",
     "module_path": "kvferry.clients.sglang.hicache",
@@ -121,6 +142,7 @@ def server(
         host: where; None: on this machine's network.
     """
     port, nccl_port = free_ports(2)
+    needs = NEEDS.get(model, Needs())
     address = "127.0.0.1" if host is None else host.address
     arguments = ["-m", "sglang.launch_server", "--model-path", os.fspath(MODELS / model)]
     arguments += OPTIONS if DEVICE.name == HOST else NPU_OPTIONS
@@ -131,8 +153,8 @@ def server(
     if mode == "decode":
         arguments += DECODE_OPTIONS
     return Server(
-        mode, [*arguments, *options], folder, port,
-        environment=_variables(host, environment), host=host, up="/model_info",
+        mode, [*arguments, *needs.options, *options], folder, port,
+        environment=_variables(host, {**needs.environment, **(environment or {})}), host=host, up="/model_info",
     )  # fmt: skip
 
 
@@ -234,6 +256,7 @@ def running_pair(
     tokens: int = 4096,
     chunk: int = 256,
     options: Sequence[str] = (),
+    prefill_options: Sequence[str] = (),
     decode_options: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     hosts: tuple[Host | None, Host | None] = (None, None),
@@ -247,6 +270,7 @@ def running_pair(
         tokens: in either's KV pool.
         chunk: so many tokens of a prompt are computed at a time.
         options: more of SGLang's, for both.
+        prefill_options: for prefill.
         decode_options: for decode.
         environment: more than this process's.
         hosts: prefill's, with the router and the clients, and decode's.
@@ -254,7 +278,7 @@ def running_pair(
     theirs = (runtime_dirs, runtime_dirs) if isinstance(runtime_dirs, Path) else runtime_dirs
     bootstrap_port, router_port, prometheus_port = free_ports(3)
     both = [*options, "--disaggregation-transfer-backend", "kvferry"]
-    more = {"prefill": ("--chunked-prefill-size", str(chunk)), "decode": decode_options}
+    more = {"prefill": ("--chunked-prefill-size", str(chunk), *prefill_options), "decode": decode_options}
     prefill, decode = (
         server(
             folder, side, model=model, tokens=tokens, options=[*both, *more[side]], bootstrap_port=bootstrap_port,
@@ -318,17 +342,19 @@ def assert_tokens(pair: Pair, expected: Expected) -> None:
     assert [reply.tokens for reply in replies] == [expected.tokens(*one) for one in AT_ONCE]
 
 
-def assert_pages_count(pair: Pair, runtime_dir: Path, expected: Expected) -> None:
+def assert_pages_count(
+    pair: Pair, runtime_dir: Path, expected: Expected, pool: str = "prefill", component: str = "main"
+) -> None:
     """Check that zeros in prefill's pages change the tokens: the control of all tests that compare them."""
     ids = prompt(600, seed=99)
     as_it_is = pair.generate(ids).tokens
     assert pair.generate(ids).tokens == as_it_is, "prefill's prefix cache alone changes nothing"
     with Client.connect(runtime_dir) as other:
-        pool = other.attach_pool("prefill")
+        attached = other.attach_pool(pool)
         for role in ("k", "v"):
-            pool.tensor("main", role)[:, 1:] = 0
+            attached.tensor(component, role)[:, 1:] = 0
         DEVICE.synchronize()
-        pool.close()
+        attached.close()
     assert pair.generate(ids).tokens != as_it_is
     pair.prefill.flush()
     assert pair.generate(ids).tokens == as_it_is

@@ -13,12 +13,13 @@ from examples.demo.hosts import check_hosts_possible, hosts
 from kvferry.clients import Client
 from tests import kit
 from tests.kit.daemons import Daemon, soon
-from tests.kit.folders import SMOLLM2, TINY_MHA, TINY_MLA
+from tests.kit.folders import SMOLLM2, TINY_CONV, TINY_DELTA, TINY_MHA, TINY_MLA, TINY_WINDOWS
 from tests.kit.servers import AT_ONCE, LENGTHS, Prompt, Reply, at_once, prompt
 from tests.sglang.servers import (
     NEW_TOKENS,
     RETRACTED,
     RETRACTED_NEW,
+    TWO_RANKS,
     Expected,
     Pair,
     RoomWatch,
@@ -28,9 +29,6 @@ from tests.sglang.servers import (
 )
 
 pytestmark = pytest.mark.long
-
-TWO_RANKS: Final = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-"""More ranks than a machine has NUMA nodes."""
 
 PEERS: Final = """
 [peers]
@@ -94,9 +92,13 @@ def test_two_daemons_on_two_hosts(expected: Expected, tmp_path: Path, require: C
 
 
 def test_prefixes_kept_by_decode(expected: Expected, kept_daemon: Daemon, tmp_path: Path) -> None:
-    """Where decode has all whole pages of a prompt, there is no page to transfer, only the first token."""
+    """Where decode has all whole pages of a prompt, there is no page to transfer, only the first token.
+
+    Checksums, if asked for, are of what is transferred.
+    """
+    options = ["--page-size", "16", "--disaggregation-enable-kv-checksum"]
     radix = ("--disaggregation-decode-enable-radix-cache",)
-    with running_pair(tmp_path, kept_daemon.runtime_dir, options=["--page-size", "16"], decode_options=radix) as pair:
+    with running_pair(tmp_path, kept_daemon.runtime_dir, options=options, decode_options=radix) as pair:
         assert_tokens(pair, expected)
         for length in (64, 129, 333):
             assert [pair.generate(prompt(length)).tokens for _ in range(2)] == [expected.tokens(length)] * 2
@@ -114,6 +116,7 @@ def test_prefixes_kept_by_decode(expected: Expected, kept_daemon: Daemon, tmp_pa
 # -- decode with too few tokens for its requests retracts some: their pages go to the host tier, and come back
 
 TIER: Final = "[tiers]\nhost_bytes = 268435456\n"
+OTHER_TIER: Final = "[tiers]\nhost_bytes = 134217728\n"
 TOKENS: Final = 608
 """Of the prompts 435, and of the answers 480."""
 RETRACTS: Final = "Retract requests|Testing retraction"
@@ -133,7 +136,7 @@ def ask_all(pair: Pair) -> list[list[int]]:
     return [one.tokens for one in at_once(lambda one: pair.generate(prompt(*one), RETRACTED_NEW), RETRACTED)]
 
 
-def test_a_daemon_that_restarts_costs_the_retracted_requests(
+def test_a_daemon_that_restarts_without_its_snapshots_costs_the_retracted_requests(
     answers: Callable[[str], Expected], tmp_path: Path
 ) -> None:
     plain = answers(SMOLLM2).retracted
@@ -144,6 +147,7 @@ def test_a_daemon_that_restarts_costs_the_retracted_requests(
         since = pair.decode.log_size()
         posted = [pair.front.posted("/generate", request(prompt(*one), RETRACTED_NEW)) for one in RETRACTED]
         pair.decode.wait_until_logged(RETRACTS, since)
+        daemon.configure(OTHER_TIER)
         daemon.restart()
         replies = [one.result() for one in posted]
         lost = [reply for reply in replies if reply.status != 200]
@@ -151,6 +155,17 @@ def test_a_daemon_that_restarts_costs_the_retracted_requests(
         assert all("SNAPSHOT_LOST" in reply.reason for reply in lost)
         for reply, tokens in zip(replies, plain, strict=True):
             assert reply.status != 200 or reply.tokens == tokens
+
+
+@pytest.mark.parametrize("model", [TINY_WINDOWS, TINY_CONV, TINY_DELTA])
+def test_windows_and_states_come_back_from_the_host_tier(
+    model: str, answers: Callable[[str], Expected], tmp_path: Path
+) -> None:
+    plain = answers(model).retracted
+    with kit.daemon(TIER, keep=True) as daemon, retracting(daemon, tmp_path, model) as pair:
+        assert ask_all(pair) == plain
+        pair.decode.wait_until_logged(RETRACTS)
+        assert "SGLang copies a retracted request's pages by itself" not in pair.decode.logged()
 
 
 def test_without_a_tier_sglang_copies_retracted_requests_by_itself(

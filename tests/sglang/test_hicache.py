@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_pool
 
 from kvferry.clients import Client
 from kvferry.clients.sglang import hicache
@@ -120,6 +121,39 @@ def test_a_gap_ends_a_prefix(daemon: Daemon, name: str) -> None:
         tokens = 3 * one.host.page_size
         assert same([part[:tokens] for part in one.content(slots)], [part[:tokens] for part in content])
         assert same(one.content(slots[tokens:]), untouched)
+
+
+def test_windows_are_stored_beside_full_attention_under_the_same_keys(daemon: Daemon, name: str) -> None:
+    keys = keys_of("windows", PAGES)
+
+    def trailing(count: int) -> list[PoolTransfer]:
+        return [PoolTransfer(name=PoolName.SWA, keys=keys[:count], hit_policy=PoolHitPolicy.TRAILING_PAGES)]
+
+    with opened(daemon.runtime_dir, name) as one:
+        content = stored(one, "windows")
+        beside = Opened(one.device, build_kv_host_pool(kv_pool=one.device, page_size=16, pool_label="swa"), one.storage)
+        one.storage.register_mem_host_pool_v2(beside.host, PoolName.SWA)
+        assert one.storage.batch_exists_v2(keys, trailing(2)).kv_hit_pages == 0, "of full attention there is all"
+        slots = beside.take(3)
+        beside.fill(slots, seed=2)
+        of_windows = beside.content(slots)
+        transfer = PoolTransfer(name=PoolName.SWA, host_indices=slots, keys=keys[2:5])
+        extra = HiCacheStorageExtraInfo(prefix_keys=keys[:2])
+        assert one.storage.batch_set_v2([transfer], extra) == {PoolName.SWA: [True] * 3}
+        for count, pages in ((2, 5), (3, 5), (4, 0)):
+            found = one.storage.batch_exists_v2(keys, trailing(count))
+            assert (found.kv_hit_pages, found.restorable_prefix_pages) == (pages, [pages] if pages else [])
+            hits = {PoolName.KV: PAGES, PoolName.SWA: pages} if pages else {PoolName.KV: PAGES}
+            assert found.extra_pool_hit_pages == hits
+        into = beside.take(3)
+        beside.fill(into, seed=99)
+        transfer = PoolTransfer(name=PoolName.SWA, host_indices=into, keys=keys[2:5])
+        assert one.storage.batch_get_v2([transfer]) == {PoolName.SWA: [True] * 3}
+        assert same(beside.content(into), of_windows)
+        assert_loads(one, "windows", content)
+        one.storage.clear()
+        assert one.storage.batch_get_v2([transfer]) == {PoolName.SWA: [False] * 3}
+        beside.host.allocator.host.pool.engine.close()
 
 
 def test_blocks_know_what_comes_before_them(daemon: Daemon, name: str) -> None:
@@ -330,9 +364,13 @@ def is_on_disk(daemon: Daemon) -> bool:
 
 @BOTH_MEMORIES
 def test_a_killed_daemon_is_a_miss_and_comes_back(tmp_path: Path, name: str, memory: str) -> None:
-    """What lies on disk is found again, but for a damaged block; the host pool is the same memory."""
+    """What lies on disk is found again, but for a damaged block; the host pool is the same memory.
+
+    The next daemon's host tier has another size, and so begins empty.
+    """
+    config = with_disk(tmp_path)
     with (
-        kit.daemon(with_disk(tmp_path), keep=True) as life,
+        kit.daemon(config, keep=True) as life,
         opened(life.runtime_dir, name, memory=memory) as one,
     ):
         content = stored(one, name)
@@ -340,6 +378,7 @@ def test_a_killed_daemon_is_a_miss_and_comes_back(tmp_path: Path, name: str, mem
         address = one.host.kv_buffer.data_ptr()
         life.kill()
         assert_misses(one, name)
+        life.configure(config.replace("host_bytes = 67108864", "host_bytes = 67112960"))
         life.start()
         assert soon(lambda: is_back(one, life.runtime_dir))
         assert soon(lambda: found(one, name) == PAGES)  # the disk is listed meanwhile

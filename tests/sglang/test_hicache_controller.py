@@ -6,11 +6,13 @@ import json
 import unittest
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Final
 
 import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
@@ -18,6 +20,7 @@ from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
 
+from kvferry.clients import Client
 from tests.kit.daemons import Daemon
 from tests.sglang.in_process import same
 from tests.sglang.servers import EXTRA
@@ -67,8 +70,54 @@ class Trees(UnifiedRadixCacheStorageFixtures, unittest.TestCase):  # type: ignor
         self._consume_prefetch(tree, sequence, CacheRequestHandle("request", 0))
         found = fixtures.match_prefix(tree, sequence)
         assert found.host_hit_length == len(sequence)
-        loaded = self._load_back_node(tree, found.last_host_node)
+        self._load_back_node(tree, found.last_host_node)
+        loaded = tree.path_device_indices(fixtures.match_prefix(tree, sequence).last_device_node)
         assert same(self._snapshot_full_kv(allocator, loaded), expected)
+
+    def windows_story(self) -> None:
+        """The same of a model with windows: the last ones come back with full attention, or nothing does."""
+        window = 2 * self.cfg.page_size
+        self.cfg = replace(
+            self.cfg,
+            components=(ComponentType.FULL, ComponentType.SWA),
+            full_attention_layer_ids=(1, 3),
+            sliding_window_size=window,
+        )
+        sequence = self._make_seq(1, PAGES)
+        first, allocator, requests = self._l3_consumer("")
+        self._insert(first, allocator, requests, sequence)
+        leaf = fixtures.match_prefix(first, sequence).last_device_node
+        indices = first.path_device_indices(leaf)
+        self._fill_full_kv(allocator, indices, marker=7)
+        torch.manual_seed(7)
+        rows = allocator.full_to_swa_index_mapping[indices][-window:]
+        of_windows = self.windows(allocator)
+        for layer in of_windows:
+            layer[rows] = torch.randn(layer[rows].shape).to(layer.dtype)
+        expected = self._snapshot_full_kv(allocator, indices), [layer[rows].clone() for layer in of_windows]
+        self._backup_node(first, leaf)
+        self._write_path_to_l3(first, leaf)
+        self._flush_l3_backups(first)
+        other, pages, _ = self._l3_consumer("")
+        for layer in self.windows(pages):
+            layer[:] = 0
+        self.load(other, pages, sequence, expected[0])
+        node = fixtures.match_prefix(other, sequence).last_device_node
+        rows = pages.full_to_swa_index_mapping[other.path_device_indices(node)][-window:]
+        assert (rows > 0).all()
+        assert same([layer[rows] for layer in self.windows(pages)], expected[1])
+        with Client.connect() as client:
+            pool = other.swa_kv_pool_host.allocator.host.pool.name
+            assert client.evict_cached(pool=pool).blocks > 0
+        third, _, _ = self._l3_consumer("")
+        self._consume_prefetch(third, sequence, CacheRequestHandle("without its windows", 0))
+        assert fixtures.match_prefix(third, sequence).host_hit_length == 0
+
+    @staticmethod
+    def windows(allocator: Any) -> list[torch.Tensor]:  # noqa: ANN401
+        """Return k and v of each window layer, ``(tokens, ...)``."""
+        pool = allocator.get_kvcache().swa_kv_pool
+        return [*pool.k_buffer, *pool.v_buffer]
 
     def buffer_story(self) -> None:
         """Have one tree store a sequence through host memory that is a buffer only, and another one load it."""
@@ -147,8 +196,8 @@ class Trees(UnifiedRadixCacheStorageFixtures, unittest.TestCase):  # type: ignor
         self.addCleanup(fixtures.drop_hicache_atexit_pin, cache)
         self.addCleanup(cache.release_host_resources)
         if storage_backend:
-            allocator = cache.cache_controller.mem_pool_host.anchor_entry.host_pool.allocator
-            self.addCleanup(allocator.host.pool.engine.close)
+            for entry in cache.cache_controller.mem_pool_host.entries:
+                self.addCleanup(entry.host_pool.allocator.host.pool.engine.close)
         self.addCleanup(cache.cache_controller.detach_storage_backend)
         cache.write_through_threshold = 1 << 30
         cache.load_back_threshold = 0
@@ -177,6 +226,7 @@ def made(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
     ("story", "page_size", "layout"),
     [
         (Trees.story, 64, "page_first"),
+        (Trees.windows_story, 16, "layer_first"),
         (Trees.buffer_story, 16, "layer_first"),
         (Trees.full_story, 16, "layer_first"),
         (Trees.attach_story, 16, "layer_first"),

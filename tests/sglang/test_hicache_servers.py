@@ -6,6 +6,7 @@ Each test begins with nothing stored. SGLang copies between its device pool and 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from kvferry.clients import Client, MhaSpec, ModelIdentity
 from tests import kit
 from tests.kit.daemons import Daemon, soon
-from tests.kit.folders import SMOLLM2, TINY_MLA
+from tests.kit.folders import SMOLLM2, TINY_MLA, TINY_WINDOWS
 from tests.kit.servers import Reply, prompt, running
 from tests.sglang.servers import HICACHE_PAGE as PAGE
 from tests.sglang.servers import NEW_TOKENS, Expected, Server, hicache, request, server
@@ -41,6 +42,7 @@ KINDS: Final = {
     "page-first-of-the-engine": Kind(SMOLLM2, "page_first", "engine", "kernel"),
     "latents-page-first-direct": Kind(TINY_MLA, "page_first_direct", "daemon"),
 }
+WINDOWS: Final = Kind(TINY_WINDOWS, "layer_first", "daemon")
 
 
 @contextmanager
@@ -93,6 +95,26 @@ def test_found_after_a_flush(name: str, answers: Callable[[str], Expected], tmp_
         (tmp_path / "other").mkdir()
         with serving(KINDS[name], daemon, tmp_path / "other") as other:
             assert_answers(other, expected, stored=True)
+
+
+def test_windows_are_found_after_a_flush_and_full_attention_alone_is_not(
+    answers: Callable[[str], Expected], tmp_path: Path
+) -> None:
+    expected = answers(TINY_WINDOWS)
+    with kit.daemon(keep=True) as daemon, serving(WINDOWS, daemon, tmp_path) as one:
+        assert_answers(one, expected, stored=False)
+        with Client.connect(daemon.runtime_dir) as client:
+            [windows] = [pool.pool for pool in client.status().pools if pool.pool.endswith("-swa")]
+
+            def is_stored() -> bool:
+                """Return whether full attention is: SGLang stores the windows before it."""
+                found = Counter(block.identity for block in client.cached_blocks())
+                return len(found) == 2 and max(found.values()) == STORED
+
+            assert soon(is_stored), one.log_tail()
+            assert_answers(one, expected, stored=True)
+            assert client.evict_cached(pool=windows).blocks > 0
+        assert_answers(one, expected, stored=False)
 
 
 def test_other_bytes_give_other_tokens_and_a_killed_daemon_is_a_miss(expected: Expected, tmp_path: Path) -> None:

@@ -103,12 +103,22 @@ def test_pages_that_come_back_late_are_waited_for(monkeypatch: pytest.MonkeyPatc
         assert same(values(both.sglang, TO), before)
 
 
+def test_pages_come_back_after_the_daemon_was_restarted() -> None:
+    with kit.daemon(TIER, keep=True) as daemon, halves(daemon.runtime_dir, mha_pool) as both:
+        before = fill(both.sglang)
+        backup = both.sglang.get_cpu_copy(slots(FROM))
+        daemon.restart()
+        both.sglang.load_cpu_copy(backup, slots(TO))
+        assert same(values(both.sglang, TO), before)
+
+
 def test_request_whose_pages_do_not_come_back_is_aborted() -> None:
     with kit.daemon(TIER, keep=True) as daemon, halves(daemon.runtime_dir, mha_pool) as both:
         backup = RetractionBackup(cpu_tensors=both.sglang.get_cpu_copy(slots(FROM)), mamba_cpu=None)
+        daemon.configure("[tiers]\nhost_bytes = 8388608\n")
         daemon.restart()
         with both.pool.engine.client() as client:
-            client.status()  # the daemon is back
+            client.status()  # the daemon is back, with another host tier
         kept = types.SimpleNamespace(req_pool_idx=0, retraction_backup=backup, mamba_pool_idx=None, holds_mamba=False)
         req = types.SimpleNamespace(rid="one", kv=kept, seqlen=TOKENS + 1, to_finish=None)
         Req.load_kv_cache(req, types.SimpleNamespace(req_to_token=slots(TO).unsqueeze(0)), both.sglang)

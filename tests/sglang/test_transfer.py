@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
+import contextlib
 import copy
+import ctypes
+import enum
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,21 +20,29 @@ import msgspec
 import numpy as np
 import pytest
 import requests
+import sglang
+import torch
+from sglang.srt.disaggregation.ascend.conn import AscendStateType
 from sglang.srt.disaggregation.base.conn import KVPoll, StateType
-from sglang.srt.disaggregation.common.conn import KVTransferError
+from sglang.srt.disaggregation.checksum import KvChecksumComputer
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_context, get_parallel
 from urllib3.util import Retry
 
 from kvferry.clients.places import place_of
-from kvferry.clients.sglang import transfer
+from kvferry.clients.sglang import bootstrap, carried, transfer
+from kvferry.daemon.transports import local
+from kvferry.pools.planning.copies import copy_one_by_one
+from kvferry.pools.planning.plan import Blocks
 from kvferry.protocol.errors import InvalidFieldError
 from tests import kit
 from tests.kit.daemons import Daemon, soon
+from tests.kit.in_process import serving
 from tests.kit.servers import free_ports
 from tests.sglang.in_process import (
     PAGE,
     ROW_BYTES,
+    ROWS,
     SOON_S,
     Halves,
     current_pool,
@@ -36,7 +51,18 @@ from tests.sglang.in_process import (
     mha_pool,
     mla_pool,
     polled,
+    reason,
 )
+
+KINDS: Final = (*StateType, *AscendStateType)
+"""Of states."""
+
+
+class Other(enum.Enum):
+    """What another release may have."""
+
+    NEW = "of another release"
+
 
 NOTHING: Final[Callable[[Any], None]] = lambda _: None  # noqa: E731  what a case changes
 LARGEST_PAYLOAD: Final = 2 << 20
@@ -66,12 +92,6 @@ def ids(page_ids: list[int]) -> Any:  # noqa: ANN401  an array
     return np.array(page_ids, np.int32)
 
 
-def reason(half: Any) -> str:  # noqa: ANN401  SGLang's class
-    with pytest.raises(KVTransferError) as raised:
-        half.failure_exception()
-    return str(raised.value)
-
-
 def test_pool_of_sglang_is_the_daemons(both: Halves) -> None:
     lists = both.pool.lists
     theirs = both.sglang.get_contiguous_buf_infos()
@@ -94,15 +114,14 @@ REFUSED: Final[list[tuple[str, Callable[[Any], None], dict[str, Any], dict[str, 
         for field in ("kv_data_ptrs", "kv_data_lens", "kv_item_lens")
     ),
     *(
-        (f"state of the kind {state.value} yet", saying("state_types", [state]), {}, {})
-        for state in StateType
+        (f"state of the kind {kind.value} .*do not have {missing}.* yet", saying("state_types", [kind]), {}, {})
+        for kind, missing in (*((kind, carried.MISSING.get(kind.value, "")) for kind in KINDS), (Other.NEW, "it"))
+        if kind not in carried.COMPONENTS
     ),
-    ("a draft model's KV", saying("num_draft_entries", 3), {}, {}),
     (
         "metadata is 2097153 bytes, the daemon has room for 2097120",
         saying("aux_item_lens", [LARGEST_PAYLOAD, 1]), {}, {},
     ),
-    ("2 pipeline stages yet", NOTHING, {"pp_size": 2}, {}),
     ("2 context-parallel ranks yet", NOTHING, {"attn_cp_size": 2, "tp_size": 2, "moe_tp_size": 2}, {}),
     ("2 decode context-parallel ranks yet", NOTHING, {"attn_dcp_size": 2}, {}),
     ("--enable-kv-cache-sharding yet", NOTHING, {"enable_kv_cache_sharding": True}, {}),
@@ -110,7 +129,6 @@ REFUSED: Final[list[tuple[str, Callable[[Any], None], dict[str, Any], dict[str, 
         "--disaggregation-decode-allocation-policy", NOTHING, {},
         {"disaggregation_decode_allocation_policy": "prefill_complete"},
     ),
-    ("--disaggregation-enable-kv-checksum", NOTHING, {}, {"disaggregation_enable_kv_checksum": True}),
 ]  # fmt: skip
 
 
@@ -126,6 +144,19 @@ def test_what_is_not_carried_is_refused_by_name(
         pytest.raises(InvalidFieldError, match=says),
     ):
         manager(args, DisaggregationMode.PREFILL)
+
+
+def test_each_of_sglangs_state_types_is_carried_or_what_is_missing_is_known() -> None:
+    """Wherever SGLang has them."""
+    sources = [file.read_text() for file in (Path(sglang.__file__).parent / "srt").rglob("*.py")]
+    classes = [
+        one
+        for text in sources if "StateType(" in text
+        for one in ast.walk(ast.parse(text)) if isinstance(one, ast.ClassDef) and one.name.endswith("StateType")
+    ]  # fmt: skip
+    values = sorted(ast.literal_eval(one.value) for kind in classes for one in kind.body if isinstance(one, ast.Assign))
+    assert values == sorted(kind.value for kind in KINDS)
+    assert values == sorted([*(kind.value for kind in carried.COMPONENTS), *carried.MISSING])
 
 
 def test_pool_that_is_not_the_daemons_is_refused_by_name(mha: Halves) -> None:
@@ -174,6 +205,78 @@ def test_prefix_at_decode_is_not_written(both: Halves, prefix: int) -> None:
     assert (both.rows[2] == 5).all()
 
 
+def copy_wrongly(blocks: Blocks) -> None:
+    """Copy, and flip a bit of what was copied first."""
+    copy_one_by_one(blocks)
+    ctypes.c_uint8.from_address(int(blocks[0, 1])).value ^= 1
+
+
+@contextlib.contextmanager
+def daemon_that_copies_wrongly(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Run a daemon on a thread, and return where it is."""
+    monkeypatch.setattr(local, "best_copy", lambda: copy_wrongly)
+    ready: Future[tuple[Path, Callable[[], object]]] = Future()
+
+    async def serve() -> None:
+        async with serving() as one:
+            loop = asyncio.get_running_loop()
+            ready.set_result((one.path, partial(loop.call_soon_threadsafe, one.stopping.set)))
+            await one.stopping.wait()
+
+    with ThreadPoolExecutor(1) as pool:
+        ends = pool.submit(asyncio.run, serve())
+        path, stop = ready.result(SOON_S)
+        try:
+            yield path
+        finally:
+            stop()
+            ends.result(SOON_S)
+
+
+@pytest.mark.parametrize("asks", ["prefill", "decode", "nobody"])
+def test_byte_that_is_not_prefills_fails_the_request_where_checksums_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, asks: str
+) -> None:
+    with (
+        daemon_that_copies_wrongly(monkeypatch) as runtime_dir,
+        halves(runtime_dir, mha_pool, KVFERRY_SGLANG_POOL="damaged") as both,
+    ):
+        if asks != "nobody":
+            with get_context().override_server_args(
+                disaggregation_mode=asks,
+                disaggregation_bootstrap_port=int(both.address.partition(":")[2]),
+                disaggregation_enable_kv_checksum=True,
+            ):
+                made = manager(both.prefill.kv_args, DisaggregationMode(asks))
+            assert asks == "prefill" or made.try_ensure_parallel_info(both.address)
+            setattr(both, asks, made)
+        both.fill(FROM, 7.0)
+        both.fill(TO, 1.0)
+        room = both.new_room()
+        sender, receiver = both.sender(room, len(FROM)), both.receiver(room)
+        receiver.send_metadata(ids(TO), 2)
+        sender.send(ids(FROM))
+        ended = KVPoll.Success if asks == "nobody" else KVPoll.Failed
+        assert polled(receiver, ended)
+        assert polled(sender, ended)
+        assert not (both.tokens(TO) == 7).all()
+        if asks != "nobody":
+            assert "has other bytes than the source sent" in reason(receiver)
+
+
+@pytest.mark.parametrize("backend", ["kvferry", "mooncake"])
+def test_sglangs_own_checksum_is_left_out_where_the_daemon_compares(mha: Halves, backend: str) -> None:
+    """SGLang takes 0 for no checksum; its own takes CUDA tensors only."""
+    args = mha.prefill.kv_args
+    own = KvChecksumComputer(torch.device("cpu"), args.kv_data_ptrs, args.kv_item_lens)
+    with get_context().override_server_args(disaggregation_mode="prefill", disaggregation_transfer_backend=backend):
+        if backend == "kvferry":
+            assert own.compute(torch.tensor(FROM)) == 0
+        else:
+            with pytest.raises(AssertionError):
+                own.compute(torch.tensor(FROM))
+
+
 def have_reached(both: Halves, state: str) -> tuple[Any, Any]:
     """Return both halves of a request: prefill's is open, has been found by decode, or has sent a chunk."""
     room = both.new_room()
@@ -214,17 +317,17 @@ def test_decode_that_gives_up_is_heard(mha: Halves, way: str, reached: str) -> N
     assert mha.transfers() == []
 
 
-def test_prefill_of_another_width_hears_of_it(mha: Halves) -> None:
+def test_prefill_of_context_parallel_ranks_hears_that_decode_refuses_it(mha: Halves) -> None:
     room = mha.new_room()
     sender = mha.sender(room, len(FROM))
     before = mha.decode.prefill_info_table[mha.address]
     other = copy.copy(before)
-    other.attn_tp_size = 2
+    other.attn_cp_size = 2
     mha.decode.prefill_info_table[mha.address] = other
     receiver = mha.receiver(room)
     mha.decode.prefill_info_table[mha.address] = before
     assert polled(receiver, KVPoll.Failed)
-    assert "INVALID_FIELD: tp_size: prefill's ranks (tensor 2," in reason(receiver)
+    assert "INVALID_FIELD: attn_cp_size: prefill has 2 context-parallel ranks" in reason(receiver)
     assert polled(sender, KVPoll.Failed)
 
 
@@ -405,16 +508,30 @@ def waiting(both: Halves) -> list[Any]:
     return [*both.prefill.unopened, *both.decode.unopened]
 
 
-def test_metadata_of_another_length_fails_at_decode(mha: Halves) -> None:
+@pytest.mark.parametrize("lengths", [[ROW_BYTES - 8, 16], [transfer.NO_HIDDEN_BYTES, 8], [ROW_BYTES]])
+def test_metadata_of_other_lengths_fail_at_both_before_a_page_is_sent(mha: Halves, lengths: list[int]) -> None:
     room = mha.new_room()
     args = copy.copy(mha.decode.kv_args)
-    args.aux_item_lens = [ROW_BYTES - 8, 16]
+    args.aux_item_lens = lengths
     sender, receiver = mha.sender(room, len(FROM)), mha.receiver(room, mha.decode_with(args))
     receiver.send_metadata(ids(TO), 2)
-    sender.send(ids(FROM))
     assert polled(receiver, KVPoll.Failed)
     assert "start both servers with the same options" in reason(receiver)
-    assert polled(sender, KVPoll.Success)
+    assert polled(sender, KVPoll.Failed)
+
+
+def test_hidden_states_that_only_one_side_has_are_zeros(mha: Halves) -> None:
+    """The rest of the metadata is where it belongs."""
+    args, hidden = copy.copy(mha.decode.kv_args), np.full((ROWS, 100), 9, np.uint8)
+    hidden_at, counts_at = hidden.ctypes.data, args.aux_data_ptrs[1]
+    args.aux_data_ptrs, args.aux_item_lens = [hidden_at, counts_at], [100, 16]
+    row = bytes(range(transfer.NO_HIDDEN_BYTES)) + bytes(range(16))
+    transfer.check_row((transfer.NO_HIDDEN_BYTES, 16), args.aux_item_lens)
+    transfer.set_metadata_row(args, 2, row, (transfer.NO_HIDDEN_BYTES, 16))
+    assert [row.any() for row in hidden] == [True, True, False, True]
+    assert mha.counts[2].tobytes() == row[-16:]
+    with pytest.raises(InvalidFieldError, match="is 79 bytes, and it has said 80"):
+        transfer.set_metadata_row(args, 2, row[1:], (transfer.NO_HIDDEN_BYTES, 16))
 
 
 def test_prefill_says_where_its_daemon_is_before_it_counts_as_ready(
@@ -434,26 +551,28 @@ def test_prefill_says_where_its_daemon_is_before_it_counts_as_ready(
 
 def test_ranks_wait_until_the_bootstrap_server_has_started(mha: Halves, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang starts it after them."""
-    servers: list[transfer.KvferryKVBootstrapServer] = []
+    servers: list[bootstrap.KvferryKVBootstrapServer] = []
     port = free_ports(1)[0]
     wait = Retry.sleep
 
     def start_and_wait(retry: Retry, response: Any = None) -> None:  # noqa: ANN401  urllib3's
         if not servers:
-            servers.append(transfer.KvferryKVBootstrapServer("127.0.0.1", port))
+            servers.append(bootstrap.KvferryKVBootstrapServer("127.0.0.1", port))
         wait(retry, response)
 
     monkeypatch.setattr(Retry, "sleep", start_and_wait)
     monkeypatch.setattr(mha.prefill, "bootstrap_port", port)
     mha.prefill.register_to_bootstrap()
-    known = requests.get(f"http://127.0.0.1:{port}{transfer.ROUTE}", params={"rank": "0/0"}, timeout=5)
-    assert known.json()["pool"] == "of-mha"
+    known = requests.get(f"http://127.0.0.1:{port}{bootstrap.ROUTE}", params={"dp": "0"}, timeout=5)
+    assert [one["pool"] for one in known.json()["ranks"]] == ["of-mha"]
 
 
 RANK: Final[dict[str, Any]] = {
     "handshake": 1,
-    "rank": "7/0",
+    "rank": "7/0/0",
     "pool": "p",
+    "layers": [0],
+    "row": [64, 16],
     "host": "127.0.0.1",
     "place": "boot/1/2",
     "daemons": ["ipc:///x"],
@@ -462,16 +581,20 @@ RANK: Final[dict[str, Any]] = {
 
 
 def route(both: Halves) -> str:
-    return f"http://{both.address}{transfer.ROUTE}"
+    return f"http://{both.address}{bootstrap.ROUTE}"
+
+
+def said_of(both: Halves, dp_rank: int) -> Any:  # noqa: ANN401  of JSON
+    return requests.get(route(both), params={"dp": str(dp_rank)}, timeout=5).json()["ranks"]
 
 
 def test_bootstrap_server_keeps_what_ranks_say_and_not_more(mha: Halves, monkeypatch: pytest.MonkeyPatch) -> None:
     assert requests.put(route(mha), json=RANK, timeout=5).status_code == 200
-    assert requests.get(route(mha), params={"rank": "7/0"}, timeout=5).json() == RANK
-    monkeypatch.setattr(transfer, "MOST_RANKS", 0)
-    assert requests.put(route(mha), json={**RANK, "rank": "8/0"}, timeout=5).status_code == 507
-    assert requests.get(route(mha), params={"rank": "8/0"}, timeout=5).status_code == 404
-    known = requests.get(route(mha), params={"rank": "0/0"}, timeout=5).json()
+    assert said_of(mha, 7) == [{**RANK, "draft": ""}]
+    monkeypatch.setattr(bootstrap, "MOST_RANKS", 0)
+    assert requests.put(route(mha), json={**RANK, "rank": "8/0/0"}, timeout=5).status_code == 507
+    assert said_of(mha, 8) == []
+    (known,) = said_of(mha, 0)
     assert requests.put(route(mha), json=known, timeout=5).status_code == 200
 
 
@@ -485,6 +608,8 @@ def test_bootstrap_server_keeps_what_ranks_say_and_not_more(mha: Halves, monkeyp
         ({**RANK, "rank": "../7"}, "rank"),
         ({**RANK, "host": "h" * 257}, "host"),
         ({**RANK, "place": "a\nb"}, "place"),
+        ({**RANK, "row": [0]}, "row"),
+        ({**RANK, "row": [64] * 65}, "row"),
         ({**RANK, "more": 1}, "more"),
     ],
 )
@@ -502,7 +627,8 @@ def test_daemon_of_this_host_is_found_by_ipc_and_another_one_by_tcp(mha: Halves,
 
     def found(**said: object) -> tuple[str, ...]:
         here = {**RANK, "host": mha.decode.local_ip, "place": place_of(daemons), "daemons": daemons}
-        return mha.decode.source_daemons(msgspec.convert({**here, **said}, transfer.PrefillRank))
+        rank = msgspec.convert({**here, **said}, bootstrap.PrefillRank)
+        return mha.decode.source_daemons(bootstrap.Sources(server="0" * 32, ranks=(rank, rank), destinations=1))
 
     assert found() == (ipc,)
     for other in (
@@ -518,11 +644,15 @@ def test_daemon_of_this_host_is_found_by_ipc_and_another_one_by_tcp(mha: Halves,
 
 
 def test_prefill_of_another_version_or_of_another_backend_is_refused(mha: Halves) -> None:
-    requests.put(route(mha), json={**RANK, "rank": "5/0", "handshake": 99}, timeout=5)
+    requests.put(route(mha), json={**RANK, "rank": "5/0/0", "handshake": 99}, timeout=5)
     with pytest.raises(InvalidFieldError, match="another version of kvferry's plugin"):
-        mha.decode.prefill_rank(mha.address, 5)
+        mha.decode.sources(mha.address, 5, 1, 1)
     with pytest.raises(InvalidFieldError, match="--disaggregation-transfer-backend kvferry"):
-        mha.decode.prefill_rank(mha.address, 6)
+        mha.decode.sources(mha.address, 6, 1, 1)
+    known = {**RANK, "rank": "9/0/0", "handshake": bootstrap.HANDSHAKE}
+    requests.put(route(mha), json=known, timeout=5)
+    with pytest.raises(InvalidFieldError, match="1 ranks have registered of 2"):
+        mha.decode.sources(mha.address, 9, 2, 1)
 
 
 def test_nothing_is_left_in_the_daemon(mha: Halves) -> None:

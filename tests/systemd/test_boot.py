@@ -22,13 +22,16 @@ FOLDER = Path(__file__).parents[2] / "systemd"
 KVFERRY = str(Path(sys.executable).with_name("kvferry"))
 TOOLS = ("unshare", "nsenter", "systemctl", "mount", "systemd-sysusers")
 PATIENCE_S = 60.0
+UNITS = ("kvferry@", "kvferry-keeper@")
 DROP_IN = f"""\
 [Service]
 # The checkout and its Python may lie in a home directory or in /tmp.
 ProtectHome=no
 PrivateTmp=no
-WatchdogSec=2s
 Environment=PYTHONPATH={FOLDER.parent / "src"}
+"""
+OF_THE_DAEMON = """\
+WatchdogSec=2s
 # As an installed package has it: what is imported was compiled before.
 CacheDirectory=kvferry-test
 Environment=PYTHONPYCACHEPREFIX=/var/cache/kvferry-test
@@ -55,7 +58,8 @@ class Machine:
         return self.run("bash", "-euc", script, status=0).stdout.strip()
 
     def log(self) -> str:
-        units = [f"--unit=kvferry@{name}.{kind}" for name in ("test", "other") for kind in ("service", "socket")]
+        units = [f"--unit={unit}{name}.service" for name in ("test", "other") for unit in UNITS]
+        units += [f"--unit=kvferry@{name}.socket" for name in ("test", "other")]
         return self.run("journalctl", "--no-pager", *units).stdout
 
     def property(self, name: str, unit: str = "kvferry@test.service") -> str:
@@ -67,11 +71,17 @@ class Machine:
         while (found := self.property(name, unit)) != wanted:
             assert time.monotonic() < ends_at, (unit, name, found, self.log())
 
+    def until_logged(self, text: str) -> None:
+        """Wait until a daemon has written this into its log."""
+        ends_at = time.monotonic() + PATIENCE_S
+        while text not in self.log():
+            assert time.monotonic() < ends_at, (text, self.log())
+
     def start(self, *units: str) -> None:
         self.run("systemctl", "start", *units, status=0)
 
     def stop(self) -> None:
-        self.run("systemctl", "stop", "kvferry@*.socket", "kvferry@*.service", status=0)
+        self.run("systemctl", "stop", "kvferry@*.socket", *(f"{unit}*.service" for unit in UNITS), status=0)
 
     def ping(self, name: str = "test", wait_s: int = 30) -> bool:
         """Return whether a daemon answers in time."""
@@ -117,9 +127,10 @@ def _etc(folder: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(file.text)
     etc = folder / "etc"
-    drop_in = etc / "systemd" / "system" / "kvferry@.service.d" / "test.conf"
-    drop_in.parent.mkdir()
-    drop_in.write_text(DROP_IN)
+    for unit, text in zip(UNITS, (DROP_IN + OF_THE_DAEMON, DROP_IN), strict=True):
+        drop_in = etc / "systemd" / "system" / f"{unit}.service.d" / "test.conf"
+        drop_in.parent.mkdir()
+        drop_in.write_text(text)
     # With a disk tier, where the example has it: in the one place where the unit lets the daemon write.
     config = (FOLDER / "kvferry.toml").read_text()
     (etc / "kvferry").mkdir()
@@ -232,17 +243,66 @@ def test_a_device_that_is_not_named_cannot_be_opened(machine: Machine) -> None:
     "command",
     [
         pytest.param(("systemctl", "kill", "--kill-whom=main", "--signal=KILL"), id="kill -9"),
+        pytest.param(("systemctl", "reload"), id="reload"),
         pytest.param(("systemctl", "restart", "--no-block"), id="restart", marks=pytest.mark.full),
     ],
 )
 def test_a_pool_outlives_the_daemon_and_its_engine_only_waits(machine: Machine, command: tuple[str, ...]) -> None:
     machine.start("kvferry@test.service")
+    pid, hung = machine.property("MainPID"), machine.log().count("Watchdog timeout")
     engine = str(Path(__file__).with_name("patient_engine.py"))
     done = machine.run(sys.executable, engine, "/run/kvferry/test", *command, "kvferry@test.service")
     assert done.returncode == 0, f"{done.stderr}\n{machine.log()}"
     report = json.loads(done.stdout)
     sys.stdout.write(f"{report}\n")  # shown by pytest -s
     assert (report["size_bytes"] >= 256 << 20, report["same"], report["same_for_others"]) == (True, True, True)
-    assert machine.property("NFileDescriptorStore") == "3", "the index, the pool's memory and its record"
+    assert machine.property("NFileDescriptorStore") == "5", "the index; memory and record of pool and host tier"
+    machine.until("ActiveState", "active")
+    assert machine.property("MainPID") != pid
     machine.run(KVFERRY, "probe", "DELETE_POOL", '{"pool": "patient"}', status=0)
-    machine.until("NFileDescriptorStore", "1")
+    machine.until("NFileDescriptorStore", "3")
+    assert machine.log().count("Watchdog timeout") == hung
+
+
+def test_a_reload_with_a_wrong_configuration_says_so_and_the_daemon_goes_on(machine: Machine) -> None:
+    machine.start("kvferry@test.service")
+    pid = machine.property("MainPID")
+    machine.shell("cp /etc/kvferry/test.toml /tmp/right.toml; echo 'colour = 1' > /etc/kvferry/test.toml")
+    assert machine.run("systemctl", "reload", "kvferry@test.service").returncode == 1
+    machine.shell("cp /tmp/right.toml /etc/kvferry/test.toml")
+    assert "UPGRADE_REFUSED" in machine.log()
+    assert (machine.property("MainPID"), machine.property("ActiveState")) == (pid, "active")
+    assert machine.ping()
+
+
+@pytest.mark.full
+def test_the_keeper_stays_whatever_becomes_of_the_daemon(machine: Machine) -> None:
+    """With the drop-in for NPUs, of which there are none: their memory is in tests/npu."""
+    keeper = "kvferry-keeper@test.service"
+    place = "/etc/systemd/system/kvferry@.service.d/npu.conf"
+    machine.shell(f"cp {shlex.quote(str(FOLDER / 'npu.conf'))} {place}; touch /etc/kvferry/cann.env")
+    machine.shell("echo 'g HwHiAiUser -' | systemd-sysusers -; systemctl daemon-reload")
+    try:
+        machine.start("kvferry@test.service")
+        machine.until("ActiveState", "active", keeper)
+        pid = machine.property("MainPID", keeper)
+        assert machine.shell(f"ps -o user=,args= {pid}").split()[0] == "kvferry"
+        assert machine.shell("stat -c '%a %U' /run/kvferry/test/keeper.sock") == "600 kvferry"
+        machine.run("systemctl", "kill", "--kill-whom=main", "--signal=KILL", "kvferry@test.service", status=0)
+        machine.until("NRestarts", "1")
+        assert machine.ping()
+        machine.run("systemctl", "reload", "kvferry@test.service", status=0)
+        machine.run("systemctl", "stop", "kvferry@test.socket", "kvferry@test.service", status=0)
+        machine.start("kvferry@test.service")
+        assert (machine.property("MainPID", keeper), machine.property("NRestarts", keeper)) == (pid, "0")
+
+        machine.run("kill", "-KILL", pid, status=0)
+        machine.until_logged("the keeper has ended")
+        machine.until("NRestarts", "1", keeper)
+        machine.until("ActiveState", "active", keeper)
+        assert machine.ping()
+        assert machine.property("MainPID", keeper) != pid
+        machine.run("systemctl", "stop", keeper, status=0)
+        assert (machine.property("Result", keeper), machine.property("ActiveState")) == ("success", "active")
+    finally:
+        machine.shell(f"rm {place}; systemctl daemon-reload")

@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvferry.daemon.daemon import EXIT_BAD_INPUT, EXIT_DEVICE_LOST, SOCKETS
-from kvferry.daemon.process.access import ACTIVATED, SOCKET_MODE
+from kvferry.daemon.daemon import EXIT_BAD_INPUT, EXIT_DEVICE_LOST
+from kvferry.daemon.process.access import ACTIVATED, SOCKET_MODE, SOCKETS
 from kvferry.pools.host.placement import offer
 from kvferry.protocol.config.load import load_config
 from kvferry.protocol.config.schema import Config
@@ -29,12 +29,12 @@ def test_systemd_has_nothing_to_say_and_finds_it_hardened(
     tmp_path: Path, require: Callable[[object, str], None], drop_ins: tuple[str, ...]
 ) -> None:
     require(shutil.which("systemd-analyze"), "systemd-analyze")
-    text = (FOLDER / "kvferry@.service").read_text()
-    assert INSTALLED in text
-    units = [tmp_path / one for one in ("kvferry@test.service", "kvferry@test.socket", "kvferry-failed@test.target")]
-    units[0].write_text(text.replace(INSTALLED, str(Path(sys.executable).with_name("kvferry"))))
-    for other in units[1:]:
-        other.write_text((FOLDER / other.name.replace("@test", "@")).read_text())
+    assert INSTALLED in (FOLDER / "kvferry@.service").read_text()
+    services = [tmp_path / one for one in ("kvferry@test.service", "kvferry-keeper@test.service")]
+    units = [*services, tmp_path / "kvferry@test.socket", tmp_path / "kvferry-failed@test.target"]
+    for unit in units:
+        text = (FOLDER / unit.name.replace("@test", "@")).read_text()
+        unit.write_text(text.replace(INSTALLED, str(Path(sys.executable).with_name("kvferry"))))
     folder = tmp_path / "kvferry@test.service.d"
     folder.mkdir()
     for name in drop_ins:
@@ -42,10 +42,11 @@ def test_systemd_has_nothing_to_say_and_finds_it_hardened(
     for one in units:
         done = analyze("verify", one)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    report = analyze("security", "--offline=true", units[0]).stdout
-    found = re.search(r"Overall exposure level for .*: ([0-9.]+)", report)
-    assert found, report
-    assert float(found[1]) <= MAX_EXPOSURE
+    for service in services:
+        report = analyze("security", "--offline=true", service).stdout
+        found = re.search(r"Overall exposure level for .*: ([0-9.]+)", report)
+        assert found, report
+        assert float(found[1]) <= MAX_EXPOSURE
 
 
 def analyze(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -100,6 +101,21 @@ def test_the_unit_is_as_the_daemon_needs_it() -> None:
     assert shown
     assert Path(shown[1]) == Path("/var/lib") / settings["StateDirectory"][-1].replace("%i", "NAME")
     assert settings["StateDirectoryMode"][-1] == "0700", "the daemon takes no folder that others can write"
+
+
+def test_the_keeper_is_where_the_daemon_looks_for_it_and_not_its_own() -> None:
+    """It stays when the daemon's unit ends, and sees the same devices in the same environment."""
+    keeper = assignments((FOLDER / "kvferry-keeper@.service").read_text())
+    of_daemon = (FOLDER / "kvferry@.service").read_text()
+    daemon = assignments(of_daemon + (FOLDER / "npu.conf").read_text())
+    for same in ("User", "Group", "RuntimeDirectory", "RuntimeDirectoryMode", "RuntimeDirectoryPreserve",
+                 "EnvironmentFile", "SupplementaryGroups", "RestartPreventExitStatus"):  # fmt: skip
+        assert keeper[same] == daemon[same][-1:], same
+    assert keeper["DeviceAllow"] == assignments(of_daemon)["DeviceAllow"]
+    assert keeper["ExecStart"][0].partition(" keeper ")[2] == daemon["ExecStart"][-1].partition(" daemon ")[2]
+    assert keeper["RemoveIPC"] == ["no"], "it is the daemon's user, whose files engines need"
+    assert daemon["Wants"] == ["kvferry@%i.socket", "kvferry-keeper@%i.service"]
+    assert not {"PartOf", "BindsTo", "Requires", "StopPropagatedFrom"} & keeper.keys()
 
 
 # Their defaults depend on the machine, or on another key.

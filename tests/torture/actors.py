@@ -370,7 +370,7 @@ class Actor:
             await asyncio.sleep(AGAIN_S)
 
     def _reconnected(self, event: Reconnected) -> None:
-        """See whether the daemon's restart has cost the pool: its memory was on a device, and the daemon's."""
+        """See whether the daemon's restart has cost the pool: three kills while it is adopted on a device do."""
         if self._engine is not None and self._engine.pool in event.pools:
             if self._registers or self._device == HOST:
                 self._say(Ended(0, WRONG, f"{self._name}: {self._engine.pool} is POOL_LOST, and its memory is not"))

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from kvferry.clients import AsyncClient
+from kvferry.daemon.process.device_keeper import open_keeper
 from kvferry.daemon.process.fd_store import open_store
 from kvferry.daemon.process.inherited import Inherited
 from kvferry.protocol.ids import HOST
@@ -115,7 +116,8 @@ class Daemon(kit_daemons.Daemon):
         """Kill it, if it runs, and what holds its memory."""
         if self._life:
             await asyncio.to_thread(self.kill)
-        await asyncio.to_thread(open_store, self.runtime_dir, Inherited(), {})
+        store = await asyncio.to_thread(open_store, self.runtime_dir, Inherited(), {})
+        await asyncio.to_thread(open_keeper, self.runtime_dir, store, 1)
         if self.small_disk:
             self.small_disk = False
             await asyncio.to_thread(_unmount, self.disk)

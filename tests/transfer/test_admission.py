@@ -104,9 +104,9 @@ def test_two_receives_take_the_same_pages(pair: Refusing, receives_before: int) 
     decodes = [pair.decode, pair.harness.engine("second", count=6)]
     for number in range(3):
         if number == receives_before:
-            pair.prefill.send(destinations=2, first_token=3)
+            pair.prefill.send(first_token=3)
         if number < 2:
-            decodes[number].receive()
+            decodes[number].receive(destinations=2)
     first, second = pair.harness.transport.under_way
     pair.harness.transport.finish(first)
     assert [one.told for one in (pair.prefill, *decodes)] == ["", "OK settled", ""]
@@ -127,6 +127,40 @@ def test_a_receive_too_many_waits_for_another_send(pair: Refusing, first: str) -
             one.come(direction)
     pair.end_well()
     assert [one.pool for one in pair.harness.state_machine.endpoints] == [second.pool]
+
+
+@pytest.mark.parametrize("met", ["nobody", "a SEND", "a SEND that the first has left"])
+def test_receives_say_the_same_number_of_them(pair: Refusing, met: str) -> None:
+    second = pair.harness.engine("second", count=6)
+    pair.decode.receive(destinations=2)
+    if met != "nobody":
+        pair.prefill.send()
+    if met == "a SEND that the first has left":
+        pair.finish()
+        assert (pair.prefill.told, pair.decode.told) == ("", "OK settled")
+    for wrong in (1, 3):
+        with pair.refuses(errors.InvalidFieldError, "destinations"):
+            second.receive(destinations=wrong)
+    second.receive(destinations=2)
+    if met == "nobody":
+        pair.prefill.send()
+    pair.end_well(pair.prefill, pair.decode, second)
+
+
+def test_only_receives_with_a_common_source_say_the_same_number(pair: Refusing) -> None:
+    second, third = (pair.harness.engine(name, count=6) for name in ("second", "third"))
+    pair.decode.receive(sources=("prefill",), destinations=2)
+    second.receive(sources=("other",), destinations=1)
+    with pair.refuses(errors.InvalidFieldError, "destinations"):
+        third.receive(sources=("other", "prefill"), destinations=1)
+    with pair.refuses(errors.InvalidFieldError, "source_pools"):
+        third.receive(sources=("prefill", "prefill"), destinations=2)
+    pair.prefill.send()
+    with pair.refuses(errors.InvalidFieldError, "destinations"):
+        third.receive(destinations=3)
+    third.receive(sources=("prefill",), destinations=2)
+    pair.end_well(pair.prefill, pair.decode, third)
+    assert second.told == ""
 
 
 def test_a_refused_send_does_not_keep_the_receive_from_a_right_one(pair: Refusing) -> None:

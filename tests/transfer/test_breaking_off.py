@@ -25,7 +25,7 @@ from tests.kit.devices import DEVICE
 from tests.kit.peers import PAGES, WAYS, Transfer, Way
 from tests.kit.transfers import Direction, Engine
 
-STRIDE: Final = 97
+STRIDE: Final = 61
 """Every so many calls; all of them where the tests run in full."""
 MANY: Final = 500
 _GUARDED: Final = (Path(state_machine.__file__).parent.as_posix(), Path(allocator.__file__).as_posix())

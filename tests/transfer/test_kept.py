@@ -112,11 +112,11 @@ def test_generations_count_by_session_and_receive_and_are_bounded() -> None:
 
 
 def test_a_send_request_may_be_opened_to_wait_for_its_receivers(three: Three) -> None:
-    assert three.prefill.send(ids={}, last=False, destinations=2).matched == 0
-    assert three.decode.receive().matched == 1
+    assert three.prefill.send(ids={}, last=False).matched == 0
+    assert three.decode.receive(destinations=2).matched == 1
     assert three.told_of() == [(1, 2)]
     assert three.result(three.prefill, "send").matched == 1
-    assert three.second.receive().matched == 1
+    assert three.second.receive(destinations=2).matched == 1
     assert three.told_of() == [(1, 2), (2, 2)]
     assert not three.harness.transport.under_way
     assert three.prefill.send().matched == 2
@@ -125,11 +125,11 @@ def test_a_send_request_may_be_opened_to_wait_for_its_receivers(three: Three) ->
 
 
 def test_receivers_that_are_there_already_are_in_the_reply(three: Three) -> None:
-    assert three.decode.receive().matched == 0
-    assert three.prefill.send(destinations=2).matched == 1
+    assert three.decode.receive(destinations=2).matched == 0
+    assert three.prefill.send().matched == 1
     assert three.told_of() == []
     assert three.result(three.decode, "receive").matched == 1
-    three.second.receive()
+    three.second.receive(destinations=2)
     assert three.told_of() == [(2, 2)]
 
 
@@ -296,12 +296,12 @@ def test_payloads_of_a_session_are_bounded_until_they_settle_or_are_acknowledged
 
 def test_a_payload_counts_for_all_its_receivers_together(engines: Engines) -> None:
     for number in range(3):
-        engines.harness.receive(engines.decode.session, engines.harness.pool(f"decode{number}"), {})
+        engines.harness.receive(engines.decode.session, engines.harness.pool(f"decode{number}"), {}, destinations=3)
     with pytest.raises(errors.OverloadedError, match="0 payload bytes of session 2") as refused:
-        engines.prefill.send(ids={}, payload=bytes(34), destinations=3)
+        engines.prefill.send(ids={}, payload=bytes(34))
     assert refused.value.field == "payload"
     assert engines.kept == 0
-    engines.prefill.send(ids={}, payload=bytes(33), destinations=3)
+    engines.prefill.send(ids={}, payload=bytes(33))
     assert engines.kept == 99, "the SEND has settled"
 
 

@@ -119,10 +119,10 @@ def test_draft_layers_are_numbered_apart_and_go_with_the_last_step() -> None:
 
 def test_a_step_starts_into_every_receive(ferry: Ferry) -> None:
     other = ferry.harness.engine("other", layers(LAYERS))
-    ferry.prefill.send(steps=ONE_A_LAYER, destinations=2)
-    ferry.decode.receive()
+    ferry.prefill.send(steps=ONE_A_LAYER)
+    ferry.decode.receive(destinations=2)
     ferry.events(1, 0, 0, 0)
-    other.receive()
+    other.receive(destinations=2)
     assert len(ferry.under_way) == 2, "the later receive request takes what is ready at once"
     ferry.events(1, 1, 1, 1)
     assert len(ferry.under_way) == 2 * LAYERS

@@ -240,7 +240,6 @@ class TransferMachine(SidesMachine):
             request,
             first_page=start,
             last=last,
-            destinations=data.draw(st.sampled_from([1, 1, 1, 2])),
             first_token=1 if token and last else None,
             deadline_s=data.draw(DEADLINES),
         )
@@ -251,8 +250,17 @@ class TransferMachine(SidesMachine):
         session = self.draw_session(data)
         pool = data.draw(st.sampled_from([*self.destinations, *self.destinations, self.foreign]))
         ids = self.draw_pages(data, pool, session, PROMPT - first_page)
-        sources = data.draw(st.sampled_from([1, 1, 2]))
-        self.try_receive(session, pool, ids, request, first_page, sources=sources, deadline_s=data.draw(DEADLINES))
+        sources = data.draw(st.sampled_from([1, 1, 2, ("whole",), ("stage1", "stage0")]))
+        self.try_receive(
+            session,
+            pool,
+            ids,
+            request,
+            first_page,
+            sources=sources,
+            destinations=data.draw(st.sampled_from([1, 1, 1, 2])),
+            deadline_s=data.draw(DEADLINES),
+        )
 
     @precondition(lambda self: self.harness.told and any(True for _ in self.harness.state_machine.endpoints))
     @rule(data=st.data(), first_token=st.booleans())
@@ -453,7 +461,6 @@ class PeerMachine(SidesMachine):
                 request=request,
                 first_page=start,
                 last=stop == PROMPT_PAGES,
-                destinations=data.draw(st.sampled_from([1, 1, 1, 2])),
                 steps=data.draw(st.sampled_from([(), (), STEPS])),
                 deadline_s=data.draw(DEADLINES),
             )
@@ -467,9 +474,10 @@ class PeerMachine(SidesMachine):
         node: Node,
         request: str,
         daemons: tuple[str, ...],
-        sources: int,
+        sources: int | tuple[str, ...],
         deadline_s: float = 20.0,
         *,
+        destinations: int = 1,
         again: bool = False,
     ) -> None:
         """RECEIVE a prompt; ``again``: into the pages that the request had before."""
@@ -480,7 +488,14 @@ class PeerMachine(SidesMachine):
             return
         try:
             accepted = node.receive(
-                session, pool, pages, request=request, sources=sources, source_daemons=daemons, deadline_s=deadline_s
+                session,
+                pool,
+                pages,
+                request=request,
+                sources=sources,
+                destinations=destinations,
+                source_daemons=daemons,
+                deadline_s=deadline_s,
             )
         except KvferryError:
             return
@@ -497,12 +512,18 @@ class PeerMachine(SidesMachine):
     def send(self, data: st.DataObject, request: str, name: str) -> None:
         self.try_send(self.draw_node(data), name, request, data)
 
-    @rule(data=st.data(), request=st.sampled_from(REQUESTS), sources=st.sampled_from([1, 1, 2]), again=st.booleans())
-    def receive(self, data: st.DataObject, request: str, sources: int, *, again: bool) -> None:
+    @rule(
+        data=st.data(),
+        request=st.sampled_from(REQUESTS),
+        sources=st.sampled_from([1, 1, 2, (WHOLE,), STAGES]),
+        again=st.booleans(),
+    )
+    def receive(self, data: st.DataObject, request: str, sources: int | tuple[str, ...], *, again: bool) -> None:
         node = self.draw_node(data)
         others = data.draw(st.lists(st.sampled_from(NAMES), unique=True, min_size=1))
         daemons = self.addresses(node, [self.harness.nodes[name] for name in others], data)
-        self.try_receive(node, request, daemons, sources, data.draw(DEADLINES), again=again)
+        destinations = data.draw(st.sampled_from([1, 1, 1, 2]))
+        self.try_receive(node, request, daemons, sources, data.draw(DEADLINES), destinations=destinations, again=again)
 
     @rule(data=st.data(), request=st.sampled_from(REQUESTS), first=st.sampled_from(["send", "receive"]))
     def transfer(self, data: st.DataObject, request: str, first: str) -> None:

@@ -21,7 +21,7 @@ from kvferry.protocol import peer_messages as messages
 from kvferry.protocol.base import PageList
 from kvferry.protocol.manifests import Component
 from kvferry.protocol.transfer_messages import LayerStep
-from tests.kit.peers import BYTES, PAGES, Node, PeerHarness, Transfer
+from tests.kit.peers import BYTES, PAGES, WAYS, Node, PeerHarness, Transfer, Way
 from tests.kit.transfers import FIRST, ORDERS, Engine, layers
 
 OTHER: Final = "f" * 32
@@ -78,19 +78,86 @@ def test_an_announcement_that_is_said_again_changes_nothing(apart: Transfer) -> 
 
 
 @pytest.mark.parametrize("destinations", [1, 2])
-def test_a_send_fills_as_many_receives_as_it_says_also_of_two_daemons(apart: Transfer, destinations: int) -> None:
+def test_a_send_fills_as_many_receives_as_they_say_also_of_two_daemons(apart: Transfer, destinations: int) -> None:
     second = apart.third.engine("decode")
-    apart.send(destinations=destinations)
-    apart.announce()
+    apart.send()
+    apart.announce(destinations=destinations)
     apart.harness.run()
     assert apart.told == ("OK settled" if destinations == 1 else "", "OK settled")
     assert apart.held == (PAGES if destinations == 2 else 0, 0), "the source waits for its second receive request"
-    apart.announce(into=second)
+    apart.announce(into=second, destinations=destinations)
     apart.harness.run()
     assert second.told == ("OK settled" if destinations == 2 else "")
     assert apart.prefill.told == "OK settled"
     assert apart.prefill.finished.moved_bytes == destinations * BYTES
     assert destinations == 1 or second.content == apart.decode.content == apart.prefill.content
+
+
+def test_receives_of_two_daemons_say_the_same_number_of_them(apart: Transfer) -> None:
+    second = apart.third.engine("decode")
+    apart.send()
+    apart.announce(destinations=2)
+    apart.announce(into=second, destinations=3)
+    apart.harness.run()
+    assert (apart.decode.told, second.told) == ("OK settled", "")
+    (waiting,) = apart.third.state_machine.endpoints.receive_requests.values()
+    assert "refused: INVALID_FIELD [destinations]: this RECEIVE says 3" in waiting.waits_for()
+    second.cancel("receive")
+    apart.announce(into=second, destinations=2)
+    apart.harness.run()
+    assert second.told == "CANCELLED settled OK settled"
+    assert apart.prefill.told == "OK settled"
+
+
+@FIRST
+@pytest.mark.parametrize("way", WAYS)
+def test_a_receive_takes_the_sources_that_it_names(way: Way, first: str) -> None:
+    """Each of two sources has all of the request, with a token of its own; each receiver names another one first."""
+    both = Transfer(way)
+    sources = [both.prefill, both.source.engine("other")]
+    receivers = [both.decode, both.home.engine("second")]
+    for direction in ORDERS[first]:
+        for number in range(2):
+            if direction == "send":
+                sources[number].send(first_token=number)
+            else:
+                both.announce(into=receivers[number], sources=(sources[number].pool.name,))
+        both.harness.deliver_all()
+    both.harness.run()
+    for source, receiver in zip(sources, receivers, strict=True):
+        assert (source.told, receiver.told) == ("OK settled", "OK settled")
+        assert receiver.content == source.content
+        assert source.finished.moved_bytes == BYTES
+        assert receiver.finished.first_token == sources.index(source)
+    assert receivers[0].content != receivers[1].content
+    both.harness.check_nothing_left()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("named", [("stage1", "stage0"), ("stage0", "stage1")])
+def test_the_first_token_is_that_of_the_source_named_first(way: Way, named: tuple[str, ...]) -> None:
+    both = Transfer(way)
+    stages = [both.source.engine(f"stage{layer}", layers(1, first=layer)) for layer in (0, 1)]
+    stages[0].send(first_token=0, payload=b"of stage0")
+    both.announce(sources=named)
+    assert "1 of 2 sources: no SEND yet of stage1" in both.waits_for
+    stages[1].send(first_token=1, payload=b"of stage1")
+    both.harness.run()
+    assert both.decode.told == "OK settled"
+    token = int(named[0][-1])
+    assert (both.decode.finished.first_token, both.decode.finished.payload) == (token, f"of {named[0]}".encode())
+    both.harness.check_nothing_left()
+
+
+def test_a_send_of_a_pool_that_the_receive_does_not_name_is_refused(apart: Transfer) -> None:
+    apart.announce(sources=("another",))
+    (known,) = apart.source.state_machine.endpoints.announcements.values()
+    known.source_pools = ()  # a daemon that does not look
+    apart.send()
+    apart.harness.run()
+    assert apart.prefill.told == "UNEXPECTED_SOURCE settled"
+    assert "does not name pool 'prefill'" in apart.prefill.reason
+    assert apart.decode.told == ""
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,13 @@ class Halves(Transfer):
     def engine(self, direction: Direction) -> Engine:
         return self.prefill if direction == "send" else self.decode
 
-    def come(self, direction: Direction, *, others: int = 1, deadline_s: float = 30.0, last: bool = True) -> None:
+    def come(self, direction: Direction, *, deadline_s: float = 30.0, last: bool = True) -> None:
         """SEND or RECEIVE, after all earlier events were seen, and let all go on."""
         self.engine(direction).acknowledge(direction)
         if direction == "send":
-            self.send(destinations=others, deadline_s=deadline_s, last=last, stop=PAGES if last else 1)
+            self.send(deadline_s=deadline_s, last=last, stop=PAGES if last else 1)
         else:
-            self.receive(sources=others, deadline_s=deadline_s)
+            self.receive(deadline_s=deadline_s)
         self.harness.run()
 
     def end(self, direction: Direction, how: str = "cancel") -> None:
@@ -160,12 +160,12 @@ def test_a_send_for_two_ends_only_where_both_have(
 ) -> None:
     receivers = (several.decode, several.second)
     for receiver in receivers[:come]:
-        receiver.receive()
+        receiver.receive(destinations=destinations)
     for receiver in receivers[:gone]:
         receiver.cancel("receive")
-    several.prefill.send(destinations=destinations)
+    several.prefill.send()
     for receiver in receivers[come:]:
-        receiver.receive()
+        receiver.receive(destinations=destinations)
     assert several.told(several.prefill, *receivers) == told
 
 
@@ -302,8 +302,8 @@ def test_a_half_that_comes_after_all_takes_the_word_back(here: Halves, gone: Dir
 @pytest.mark.parametrize("others", [1, 2])
 def test_only_who_lacks_one_of_the_other_half_fails(here: Halves, gone: Direction, others: int) -> None:
     waiting, came = here.engine(OTHER[gone]), here.engine(gone)
-    waiting.come(OTHER[gone], others=others)
-    came.come(gone)
+    waiting.come(OTHER[gone], sources=others)
+    came.come(gone, destinations=others)
     assert here.home.abandon(gone) == others - 1
     outcome = "" if others == 1 else "PEER_CANCELLED"
     assert (waiting.told, came.told) == (outcome, outcome)

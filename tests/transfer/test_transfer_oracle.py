@@ -58,13 +58,24 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 class Array(NamedTuple):
     """What a page of one key is in the whole model: ``(tokens, heads, head_bytes)``, over all ranks.
 
-    ``heads_first``: in memory it is ``(heads, tokens, head_bytes)``.
+    ``heads_first``: in memory it is ``(heads, tokens, head_bytes)``. ``parts``: the bytes of a head in further parts,
+    which lie beside the first in each row.
     """
 
     tokens: int
     heads: int
     head_bytes: int
     heads_first: bool = False
+    parts: tuple[int, ...] = ()
+
+
+class Conv(NamedTuple):
+    """A convolution's state: its parts are channels of a head, or of a rank if the parts are not said."""
+
+    window: int
+    parts: tuple[int, ...]
+    said: bool
+    channels_first: bool
 
 
 class Rank(NamedTuple):
@@ -96,7 +107,7 @@ class Model(NamedTuple):
     index_dim: int | None
     index_layers: tuple[int, ...]
     index_scale: bool
-    conv: tuple[int, int] | None
+    conv: Conv | None
     ssm: tuple[int, int] | None
     scales: ScaleForm | None = None
     wrong_scale: bool = False
@@ -104,6 +115,8 @@ class Model(NamedTuple):
     joined: bool = False
     """Whether latent and rope of a token, or k and v, are one row."""
     heads_first: bool = False
+    shared_states: bool = False
+    """Whether each rank holds the whole state."""
 
     def head_scales(self, layer: int, role: str, heads: list[int]) -> tuple[float, ...]:
         """Return the fixed scales of some heads of a layer; draft layers are numbered from 100."""
@@ -149,11 +162,26 @@ def arrays_of(model: Model, stage: Stage) -> dict[Key, Array]:
                 arrays["main", "index_scale", layer] = Array(model.page_size, 1, 4)
     if model.kind == "mamba":
         for layer in others:
-            if model.conv is not None:  # a rank's share of it is one transfer op, of no other split
-                arrays["mamba", "conv", layer] = Array(1, stage.rank.size, model.conv[0] * model.conv[1] * size)
+            if model.conv is not None:
+                arrays["mamba", "conv", layer] = _conv(model, model.conv, stage.rank, size)
             if model.ssm is not None:
-                arrays["mamba", "ssm", layer] = Array(1, model.heads, model.ssm[0] * model.ssm[1] * 4)
+                arrays["mamba", "ssm", layer] = _state(model, model.ssm[0] * model.ssm[1] * 4)
     return arrays
+
+
+def _conv(model: Model, conv: Conv, rank: Rank, size: int) -> Array:
+    if not conv.said:  # a rank's share of it is one transfer op, of no other split
+        share = conv.window * sum(conv.parts) * size
+        return Array(1, 1, share) if model.shared_states else Array(1, rank.size, share)
+    if model.shared_states or conv.channels_first:
+        rows, parts = 1, [part * conv.window * size for part in conv.parts]
+    else:
+        rows, parts = conv.window, [part * size for part in conv.parts]
+    return _state(model, sum(parts)) if model.shared_states else Array(rows, model.heads, parts[0], parts=(*parts[1:],))
+
+
+def _state(model: Model, head_bytes: int) -> Array:
+    return Array(1, 1, model.heads * head_bytes) if model.shared_states else Array(1, model.heads, head_bytes)
 
 
 def _keys_and_values(model: Model, size: int) -> dict[str, Array]:
@@ -193,14 +221,28 @@ def spec_of(model: Model, stage: Stage, pages: int, view: Literal["paged", "fia"
             full_layers=ours, window_layers=others, window_tokens=windows, window=model.window, draft=draft, **heads,
             **_scales_of(model, others, held, "window_"),
         )  # fmt: skip
-    conv = model.conv or (None, None)
-    state = (held[0], model.heads) if model.ssm else stage.rank[::-1]
     return MambaSpec(
-        state_layers=others, attention_layers=ours, slots=pages, conv_window=conv[0], conv_channels=conv[1],
-        draft=draft,
-        ssm_shape=None if model.ssm is None else (len(held), *model.ssm), state_head_start=state[0],
-        state_total_heads=state[1], **heads,
-    )  # fmt: skip
+        state_layers=others, attention_layers=ours, slots=pages, draft=draft, **_states_of(model, stage.rank), **heads
+    )
+
+
+def _states_of(model: Model, rank: Rank) -> dict[str, Any]:
+    whole = model.shared_states
+    held = list(range(model.heads)) if whole else rank.heads(model.heads)
+    fields: dict[str, Any] = {"state_replicas": rank.size if whole else 1}
+    if (conv := model.conv) is not None:
+        parts = tuple(part * len(held) for part in conv.parts) if conv.said else None
+        channels = sum(parts or conv.parts)
+        fields |= {"conv_window": conv.window, "conv_channels": channels, "conv_channels_first": conv.channels_first}
+        fields |= {"conv_parts": parts}
+    if model.ssm is not None:
+        unit, first, total = 1, held[0], model.heads
+        fields |= {"ssm_shape": (len(held), *model.ssm)}
+    elif conv is not None and conv.said:  # it has no heads: its first part's channels count
+        unit, first, total = conv.parts[0], held[0], model.heads
+    else:
+        unit, first, total = 1, 0 if whole else rank.number, 1 if whole else rank.size
+    return fields | {"state_head_start": first * unit, "state_total_heads": total * unit}
 
 
 def _draft_of(model: Model, stage: Stage) -> DraftSpec:
@@ -225,12 +267,15 @@ def _scales_of(model: Model, layers: Sequence[int], heads: list[int], prefix: st
 def tagged_page(key: Key, array: Array, rank: Rank, logical: int) -> Memory:
     """Return the bytes of one page at one rank: ``(page_bytes,)`` uint8."""
     heads = rank.heads(array.heads)
-    token, head, byte = np.ogrid[: array.tokens, : array.heads, : array.head_bytes]
     page_tag = zlib.crc32(f"{key} {logical}".encode())
-    places = ((token << 24) + (head << 16) + byte).astype(np.uint64)[:, heads]
-    tags = places + (np.uint64(page_tag) << np.uint64(32))
-    mixed: Memory = ((tags * _MIX) >> np.uint64(56)).astype(np.uint8)
-    return (mixed.swapaxes(0, 1) if array.heads_first else mixed).reshape(-1)
+    parts = []
+    for number, head_bytes in enumerate((array.head_bytes, *array.parts)):
+        token, head, byte = np.ogrid[: array.tokens, : array.heads, :head_bytes]
+        places = ((number << 28) + (token << 24) + (head << 16) + byte).astype(np.uint64)[:, heads]
+        tags = places + (np.uint64(page_tag) << np.uint64(32))
+        mixed: Memory = ((tags * _MIX) >> np.uint64(56)).astype(np.uint8)
+        parts.append((mixed.swapaxes(0, 1) if array.heads_first else mixed).reshape(len(token), -1))
+    return np.concatenate(parts, axis=1).reshape(-1)
 
 
 def put_pages(memory: Memory, manifest: Manifest, arrays: dict[Key, Array], rank: Rank, held: Held) -> None:
@@ -322,7 +367,7 @@ def models(draw: st.DrawFn) -> Model:
     others = draw(st.sets(st.sampled_from(layers))) if kind in {"hybrid_swa", "mamba"} else set()
     own = tuple(layer for layer in layers if layer not in others)
     indexed = draw(st.sets(st.sampled_from(layers), min_size=1)) if kind == "mla" and draw(st.booleans()) else set()
-    conv = draw(st.sampled_from([None, (3, 2), (1, 5)]))
+    conv = draw(st.none() | _convs())
     dtype = draw(st.sampled_from(["int8", "int8", "bfloat16", "float32"]))
     forms: list[ScaleForm | None] = [None, "head", "page", "page_head"]
     scales = draw(st.sampled_from(forms)) if dtype == "int8" and kind != "mla" else None
@@ -343,7 +388,15 @@ def models(draw: st.DrawFn) -> Model:
         scales=scales,
         joined=scales is None and kind in {"mha", "mla"} and draw(st.booleans()),
         heads_first=scales is None and kind == "mha" and draw(st.booleans()),
+        shared_states=draw(st.integers(0, 3)) == 0,
     )
+
+
+@st.composite
+def _convs(draw: st.DrawFn) -> Conv:
+    said, channels_first = draw(st.booleans()), draw(st.booleans())
+    parts = draw(st.sampled_from([(1,), (2, 2, 4), (1, 3), (3, 3, 3)]))
+    return Conv(draw(st.integers(1, 3)), parts, said, channels_first)
 
 
 @st.composite
@@ -518,13 +571,13 @@ class Run:
         last = turn == len(one.chunks) - 1
         lists = one.lists(case, one.chunks[turn], last=last)
         if one.is_receive_request:
-            self.harness.receive(one.session, one.pool, lists, sources=len(self.sources))
+            self.harness.receive(
+                one.session, one.pool, lists, sources=len(self.sources), destinations=len(self.receive_requests)
+            )
             return
         carries = last and (number == len(self.sources) - 1 or (case.fault == "token twice" and number == 0))
         token = FIRST_TOKEN if carries else None
-        self.harness.send(
-            one.session, one.pool, lists, last=last, destinations=len(self.receive_requests), first_token=token
-        )
+        self.harness.send(one.session, one.pool, lists, last=last, first_token=token)
 
     def copy_some(self) -> None:
         ops = list(self.harness.transport.under_way)
@@ -600,8 +653,8 @@ def _state_refusals(case: Transfer, receive_request: Stage) -> set[str]:
         codes.add("WINDOW_MISMATCH")
     if shared and model.kind == "hybrid_swa":
         codes |= _array_refusals(case, receive_request)
-    elif shared and both[0].rank.size != receive_request.rank.size:
-        codes.add("GEOMETRY_MISMATCH")
+    elif shared and both[0].rank.size != receive_request.rank.size and not model.shared_states:
+        codes |= {"GEOMETRY_MISMATCH"} if model.conv is not None and not model.conv.said else set()
     return codes
 
 
@@ -624,8 +677,9 @@ def expected(case: Transfer, receive_request: Party) -> tuple[Memory, int]:
 
 def trims(case: Transfer, source: Stage, receive_request: Stage) -> int:
     heads = {*source.rank.heads(case.model.heads)} & {*receive_request.rank.heads(case.model.heads)}
+    meet = bool(heads) or (case.model.kind == "mamba" and case.model.shared_states)
     layers = {*source.layers} & {*receive_request.layers} & {*case.model.other_layers}
-    if not (heads and layers and case.lengths_clash):
+    if not (meet and layers and case.lengths_clash):
         return 0
     return abs(len(case.sent_state.numbers) - len(case.wanted_state.numbers))
 

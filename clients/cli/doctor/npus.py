@@ -144,6 +144,10 @@ DRIVER_WANTED: Final = "25.5.0"
 SMI_TIMEOUT_S: Final = 10.0
 _SMI_PLACES: Final = ("/usr/local/bin/npu-smi", "/usr/local/sbin/npu-smi")
 _SMI_VERSION: Final = re.compile(r"Version:\s*(\S+)")
+TAKING: Final = "950"
+TAKEN: Final = "within seconds the driver takes memory from all whose owner has ended, a keeper too (docs/npu.md)"
+"""Of Ascend 950, as the driver's source says."""
+
 # | 0     910B3               | OK            | 93.1 …: number, name, health. The line below has no word in column two.
 _SMI_HEALTH: Final = re.compile(r"^\|\s*(\d+)\s+(\S+)\s*\|\s*([A-Za-z]+)\s*\|", re.MULTILINE)
 
@@ -194,7 +198,8 @@ def check_health(smi: Outcome | None) -> Finding:
     ill = [f"NPU {number}: {health}" for number, _, health in devices if health != "OK"]
     if ill:
         return Finding("warning", "; ".join(ill), "npu-smi info -t health -i N names the fault; dmesg has more")
-    return Finding("ok", f"{len(devices)} x {devices[0][1]}")
+    takes = f": {TAKEN}" if any(TAKING in name for _, name, _ in devices) else ""
+    return Finding("ok", f"{len(devices)} x {devices[0][1]}{takes}")
 
 
 # -- CANN: its location and version, and whether the loader finds its libraries, in a child process only

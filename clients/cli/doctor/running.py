@@ -121,6 +121,8 @@ def check_devices(running: Running) -> dict[str, Finding]:
         if device.state == "ready":
             said = f"ready, {device.free_bytes >> 20} of {device.total_bytes >> 20} MiB free"
             finding = Finding("ok", said)
+            if device.keeper.startswith("lost"):
+                finding = Finding("warning", f"{said}; its pools end with the daemon, keeper {device.keeper}", RESTART)
         elif device.state.startswith("unavailable"):  # somebody requested a pool on it; that does not need to work
             fix = "kvferry doctor --npu shows what is missing, if this host should have one"
             finding = Finding("warning", device.state, fix)

@@ -16,7 +16,7 @@ from typing import Final
 import pytest
 
 from kvferry.clients.cli import console, units
-from kvferry.clients.cli.main import DAEMON, MODULES, PURPOSES, main
+from kvferry.clients.cli.main import DAEMON, KEEPER, MODULES, PURPOSES, main
 from kvferry.protocol import VERSION
 from kvferry.protocol.errors import KvferryError
 from tests.kit.daemons import Daemon
@@ -174,7 +174,7 @@ def test_a_quick_command_loads_little(daemon: Daemon, case: str) -> None:
 
 
 def test_every_command_can_be_loaded_and_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert set(PURPOSES) == {DAEMON, *MODULES}
+    assert set(PURPOSES) == {DAEMON, KEEPER, *MODULES}
     listed = run_kvferry("--help").stdout
     for name in MODULES:
         assert f" {name} " in listed
@@ -194,6 +194,7 @@ FILES = {
     "etc/systemd/system/kvferry@.service",
     "etc/systemd/system/kvferry@.socket",
     "etc/systemd/system/kvferry-failed@.target",
+    "etc/systemd/system/kvferry-keeper@.service",
     "etc/sysusers.d/kvferry.conf",
     "etc/tmpfiles.d/kvferry.conf",
 }

@@ -118,11 +118,12 @@ def test_devices_are_shown_with_their_memory_and_why_they_fail() -> None:
         free_bytes=16 << 30,
         pool_bytes=32 << 30,
         reaches=("npu:1",),
+        keeper="process 77",
     )
     failed = DeviceStatus(device="npu:9", state="unavailable: no device", total_bytes=0, free_bytes=0, pool_bytes=0)
     report = msgspec.structs.replace(REPORT, devices=(ready, failed))
     assert rows_of(report, "devices") == [
-        "npu:0 64.0 16.0 32.00 npu:1 ready",
-        "npu:9 ? ? 0.00 - unavailable: no device",
+        "npu:0 64.0 16.0 32.00 npu:1 process 77 ready",
+        "npu:9 ? ? 0.00 - - unavailable: no device",
     ]
     assert "devices" not in status_lines(REPORT, "0" * 32)

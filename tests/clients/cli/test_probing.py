@@ -16,6 +16,7 @@ from kvferry.clients import Client, MhaSpec, pages
 from kvferry.clients.cli.main import main
 from kvferry.protocol.envelope import REQUEST_TYPES
 from kvferry.protocol.ids import ModelIdentity
+from kvferry.protocol.limits import PROTOCOL_MAX, PROTOCOL_MIN
 from tests.kit.daemons import Daemon
 from tests.kit.kvferry_command import COMMAND
 from tests.kit.pools import SPEC as POOL
@@ -53,7 +54,7 @@ TRANSFER = {"request_id": REQUEST_ID, "pool": OWN}
 REGISTERED = {"pool": "b", "spec": SPEC, "device": "npu:0", "arrays": [{"component": "main", "role": "k"}]}
 PAGE = {"lists": [{"pages": [1]}]}
 ANSWERS: dict[str, tuple[str, object]] = {
-    "HELLO": ("", {"protocol_min": 3, "protocol_max": 3}),
+    "HELLO": ("", {"protocol_min": PROTOCOL_MIN, "protocol_max": PROTOCOL_MAX}),
     "CREATE_POOL": ("", {"pool": f"{OWN}-new", "spec": SPEC, "model": {"name": "m", "revision": "1"}}),
     "ATTACH_POOL": ("", {"pool": OWN}),
     "DELETE_POOL": ("", {"pool": f"{OWN}-new"}),
@@ -81,6 +82,7 @@ ANSWERS: dict[str, tuple[str, object]] = {
     "RESULT": ("UNKNOWN_TRANSFER", {**TRANSFER, "direction": "send"}),
     "UPDATE_TABLES": ("UNKNOWN_TABLES", {"tables": "t", "batch": 1, "ids": [5]}),
     "DELETE_TABLES": ("UNKNOWN_TABLES", {"tables": "t"}),
+    "UPGRADE": ("UPGRADE_REFUSED", {}),
 }
 
 

@@ -21,10 +21,10 @@ from kvferry.clients.core.client_core import (
 )
 from kvferry.clients.core.followed import TierOperation, Transfer
 from kvferry.clients.core.held_pages import HeldPages
-from kvferry.clients.core.reconnection import FIRST_PAUSE_S, LONGEST_PAUSE_S, Reconnection
+from kvferry.clients.core.reconnection import ABSENT_PAUSE_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, Reconnection
 from kvferry.pools.layouts import manifest_of
 from kvferry.protocol import errors
-from kvferry.protocol.base import Body, Busy, ErrorReply, PageList, RequestBody
+from kvferry.protocol.base import Body, Busy, DeviceEvent, ErrorReply, PageList, RequestBody
 from kvferry.protocol.codec import IncomingRequest, decode_request, encode
 from kvferry.protocol.envelope import Batch, Batched, Event, Reply, Request
 from kvferry.protocol.events import Finished, Matched, Settled, SingleEvent, TierDone, Together, merged
@@ -466,13 +466,49 @@ def test_each_transfer_ends_once_and_settles(core: ClientCore) -> None:
 def test_each_operation_ends_once(core: ClientCore) -> None:
     known, outgoing = core.operation(Offload(pool="pool", lists=(PageList(pages=2),)), IDS)
     reply(core, sent(core, outgoing), OperationStarted(operation=7))
-    asked, outgoing = core.operation(Restore(snapshot=REQUEST, pool="pool", allocate=True), ())
+    after = DeviceEvent(event=1, value=1, ring=1)
+    asked, outgoing = core.operation(Restore(snapshot=REQUEST, pool="pool", allocate=True, after=after), ())
     sent(core, outgoing)
     ended = core.restarted(OTHER_BOOT, SECRET)
     assert ended.operations == (known, asked)
     assert [one for one in ended.news if isinstance(one, TierOperation)] == [known, asked]
     assert [type(one.error) for one in (known, asked)] == [errors.StaleBootError] * 2
     assert event(core, 1, TierDone(operation=7, kind="offload")) is None
+    assert core.waiting(0.0, DEFAULT_MS) == ()
+
+
+def test_a_restore_is_asked_for_again_before_anything_else_with_the_time_that_is_left(core: ClientCore) -> None:
+    started, outgoing = core.operation(Restore(snapshot=REQUEST, pool="pool", lists=SEND.lists), IDS, deadline_ms=5000)
+    core.sent(outgoing, 1.0, connected=True)
+    reply(core, outgoing, OperationStarted(operation=7))
+    ping = put(core, Ping())
+    other, unanswered = core.operation(Restore(snapshot=REQUEST, pool="pool", allocate=True), ())
+    sent(core, core.batch([unanswered]))
+    assert core.restarted(OTHER_BOOT, SECRET) == ((), (), (), ())
+    assert (started.state, other.state) == ("sent", "sent")
+    first, *rest = core.waiting(3.0, DEFAULT_MS)
+    assert (first.body, first.ids, first.deadline_ms) == (outgoing.body, outgoing.ids, 3000)
+    assert numbers(tuple(rest)) == [ping.message_id, unanswered.message_id]
+    reply(core, ping, Pong(), boot=OTHER_BOOT)
+    reply(core, first, OperationStarted(operation=7), boot=OTHER_BOOT)
+    reply(core, unanswered, OperationStarted(operation=8), boot=OTHER_BOOT)
+    event(core, 1, TierDone(operation=7, kind="restore"), boot=OTHER_BOOT)
+    assert started.outcome().operation == 7
+    core.restarted(BOOT, SECRET)
+    [again] = core.waiting(4.0, DEFAULT_MS)
+    assert again.body == unanswered.body, "what is over is over"
+
+
+@pytest.mark.parametrize("by_number", [False, True])
+def test_a_restore_that_was_to_be_cancelled_ends(core: ClientCore, *, by_number: bool) -> None:
+    operation, outgoing = core.operation(Restore(snapshot=REQUEST, pool="pool", allocate=True), ())
+    sent(core, outgoing)
+    if by_number:
+        reply(core, outgoing, OperationStarted(operation=7))
+    cancel = put(core, CancelOperation(operation=7) if by_number else CancelOperation(request=outgoing.message_id))
+    ended = core.restarted(OTHER_BOOT, SECRET)
+    assert ended.operations == (operation,)
+    assert effects(ended.news) == {cancel.message_id: "done"}
     assert core.waiting(0.0, DEFAULT_MS) == ()
 
 
@@ -504,7 +540,7 @@ def test_each_request_goes_again_or_fails_with_its_effect(*, alone: bool) -> Non
 def test_every_request_says_what_becomes_of_it() -> None:
     said = {name: request_type(name).after_restart for name in REQUESTS}
     assert {name for name, what in said.items() if what == "unknown"} == {
-        "ALLOCATE", "BATCH", "DELETE_POOL", "FREE", "LOAD", "OFFLOAD", "RECEIVE", "RESTORE", "SEND", "STORE", "VERIFY",
+        "ALLOCATE", "BATCH", "DELETE_POOL", "FREE", "LOAD", "OFFLOAD", "RECEIVE", "SEND", "STORE", "UPGRADE", "VERIFY",
     }  # fmt: skip
 
 
@@ -625,7 +661,8 @@ def test_what_passes_is_tried_again_at_growing_intervals_until_the_time_is_over(
         now += pauses[-1]
     assert pauses[:2] == pytest.approx([FIRST_PAUSE_S, 2 * FIRST_PAUSE_S])
     assert pauses == sorted(pauses)
-    assert max(pauses) == pytest.approx(LONGEST_PAUSE_S)
+    absent = isinstance(error, errors.DaemonLostError)
+    assert max(pauses) == pytest.approx(ABSENT_PAUSE_S if absent else LONGEST_PAUSE_S)
     assert now >= 110.0
     assert isinstance(ended, errors.DaemonLostError)
     assert error.detail in ended.detail

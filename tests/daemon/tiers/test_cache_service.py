@@ -174,7 +174,7 @@ async def test_a_damaged_block_is_a_miss_and_goes_and_those_beside_it_stay(
     ids = engine.allocate(3)
     engine.write(ids, 200)
     operation = engine.load(lease, ids)
-    tiers.host.region.view()[tiers.copier.under_way[0].segments[0].pages.offsets[1]] ^= 1
+    tiers.damage(tiers.copier.under_way[0].segments[0].pages.offsets[1])
     await tiers.finish()
     assert engine.error(operation) is (errors.CacheMissError if compared else None)
     if compared:

@@ -9,7 +9,7 @@ import asyncio
 import errno
 import os
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -108,6 +108,26 @@ async def test_a_lookup_finds_what_is_on_disk_before_the_scan_does(folder: Path,
         scan_goes_on.set()
         await until(lambda: len(second.host.index) == 5)
         assert (await loaded(second, engine, found.lease, 4))[1] == [{1}, {2}, {3}, {4}]
+
+
+async def test_blocks_after_a_gap_are_found_on_disk_and_in_the_store_before_the_scan_does(
+    folder: Path, scan_goes_on: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await kept(folder, 2, 4)
+    scan_goes_on.clear()
+    async with harness(8, disk=folder, remote=True, scanned=False, adds_up=False) as second:
+        await second.stored(7)
+
+        async def exists(asked: Sequence[str]) -> list[bool]:
+            return [one.endswith((names(1)[0].hex(), names(6)[0].hex())) for one in asked]
+
+        monkeypatch.setattr(second.store, "exists", exists)
+        await second.lower.find(second.namespace, names(1, 2, 3, 4, 5, 6), None, 192, gaps=True)
+        assert [(one.hash, one.on_disk, one.in_remote) for one in second.blocks(1, 2, 3, 4, 5, 6)] == [
+            (one, one in names(2, 4), one in names(1, 6)) for one in names(1, 2, 4, 6)
+        ]
+        assert [one.parent for one in second.blocks(6)] == names(5)
+        scan_goes_on.set()
 
 
 async def test_a_reset_drops_what_is_on_disk_and_not_known_yet(folder: Path, scan_goes_on: threading.Event) -> None:

@@ -253,7 +253,7 @@ def test_a_header_comes_back_and_one_that_is_changed_cut_or_anothers_is_none(
 @pytest.mark.parametrize("shared", [True, False])
 def test_other_blocks_have_other_names_and_shared_ones_are_those_of_all_tenants(*, shared: bool) -> None:
     of = KEY.namespace
-    others = [of._replace(layout_digest="0e" * 16), of._replace(identity="1f" * 16), of._replace(space="swa")]
+    others = [of._replace(layout_digest="0e" * 16), of._replace(identity="1f" * 16), of._replace(group="swa")]
     keys = [BlockKey(one, KEY.hash) for one in (of, *others, of._replace(block_pages=5))] + [BlockKey(of, bytes(16))]
     assert len({remote_name(one, shared=shared) for one in keys}) == len(keys)
     of_another = remote_name(BlockKey(of._replace(tenant=1001), KEY.hash), shared=shared)

@@ -155,7 +155,7 @@ async def test_target_pages_are_written_by_nobody_else(tiers: Harness, engine: E
 async def test_a_restore_that_fails_gives_its_pages_back_and_keeps_the_snapshot(tiers: Harness, engine: Engine) -> None:
     snapshot = await offloaded(tiers, engine, 3, release=True)
     operation = engine.restore(snapshot, drop=True)
-    tiers.host.region.view()[tiers.copier.under_way[0].segments[0].pages.offsets[1]] ^= 1
+    tiers.damage(tiers.copier.under_way[0].segments[0].pages.offsets[1])
     await tiers.finish()
     assert engine.error(operation) is errors.SnapshotDamagedError
     assert tiers.pool().idle
@@ -174,6 +174,20 @@ async def test_a_snapshot_can_be_dropped_while_it_is_written(tiers: Harness, eng
     await tiers.finish()
     assert engine.error(back) is None
     assert tiers.host.arena.used_bytes == 0
+
+
+async def test_a_snapshot_that_is_dropped_while_it_is_read_is_not_left_to_the_next_daemon(
+    tiers: Harness, engine: Engine
+) -> None:
+    made = engine.offload(engine.allocate(3))
+    await tiers.finish()
+    back = engine.restore(made.snapshot)
+    tiers.check()
+    assert engine.ask(DropSnapshot(snapshot=made.snapshot), SnapshotDropped).deferred
+    tiers.check()
+    await tiers.finish()
+    assert engine.error(back) is None
+    assert tiers.kept.is_empty
 
 
 async def test_restores_get_pages_in_their_order(tiers: Harness, engine: Engine) -> None:

@@ -24,6 +24,7 @@ from kvferry.daemon.transports.local import PART_BLOCKS, LocalTransport, LoopBud
 from kvferry.pools import copy_kernel
 from kvferry.pools import native_kernel as native
 from kvferry.pools.copy_kernel import Copies, CopyThreads, Hashing
+from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.copies import CopyBlocks, copy_one_by_one
@@ -31,8 +32,10 @@ from kvferry.pools.planning.pairing import pair_entries
 from kvferry.pools.planning.plan import Blocks, make_plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.errors import CancelledError, InternalError, KvferryError, TransferFailedError
+from kvferry.protocol.ids import HOST
 from kvferry.protocol.manifests import Entry, MhaSpec
 from tests.kit.bytes import read_region, write_region
+from tests.kit.devices import DEVICE
 from tests.kit.transfers import PAGE_BYTES, TransferHarness
 
 WAIT_S = 30.0
@@ -552,16 +555,36 @@ class Flipping:
                 ctypes.c_uint8.from_address(self.address).value ^= 1
 
 
+def copy_with_a_wrong_byte(at: int, byte: int) -> Callable[..., None]:
+    """Return how a device's region copies, but for one byte, which is as given afterwards."""
+    copy_from = AcceleratorRegion.copy_from
+
+    def copy_wrongly(region: AcceleratorRegion, *given: Any) -> None:  # noqa: ANN401  what it takes
+        copy_from(region, *given)
+        write_region(region, np.array([byte], np.uint8), at)
+
+    return copy_wrongly
+
+
+@pytest.mark.any_device
 @pytest.mark.parametrize("wrong", ["first", "middle", "last", None])
-async def test_checksums_find_a_byte_that_is_not_the_sources(wrong: str | None) -> None:
+async def test_checksums_find_a_byte_that_is_not_the_sources(
+    monkeypatch: pytest.MonkeyPatch, wrong: str | None
+) -> None:
     copy = Flipping()
-    async with closing(Site(copy, threads=3, chunk_bytes=8 * ONE_BLOCK)) as site:
+    threads = 3 if DEVICE.name == HOST else 1  # each copy of a device's writes the wrong byte
+    async with closing(Site(copy, threads=threads, chunk_bytes=8 * ONE_BLOCK)) as site:
         op = site.op(1, 10, 40)
-        assert isinstance(site.destination.region, HostRegion)
         entries = site.destination.manifest.entries
         places = {"first": (entries[0], 49), "middle": (entries[1], 30), "last": (entries[-1], 10)}
         entry, page = places.get(wrong or "", (entries[0], 64))
-        copy.address = site.destination.region.address + entry.base + page * entry.page_bytes + 3
+        at = entry.base + page * entry.page_bytes + 3
+        if isinstance(site.destination.region, HostRegion):
+            copy.address = site.destination.region.address + at
+        else:
+            sent = entry.base + (59 - page) * entry.page_bytes + 3 if wrong else 0
+            byte = int(read_region(site.source.region)[sent]) ^ 1
+            monkeypatch.setattr(AcceleratorRegion, "copy_from", copy_with_a_wrong_byte(at, byte))
         site.start(op._replace(checksums=True))
         ((_, error),) = await site.reported(1)
         assert site.arrived(10, 40) == (wrong is None)

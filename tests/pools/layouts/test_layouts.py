@@ -158,6 +158,8 @@ def of_another_split(
         (MLA, "index_layers", {"index_head_dim": None, "index_layers": 1}),
         (MLA, "index_scale", {"index_head_dim": None, "index_scale": True}),
         (MLA, "index_dtype", {"index_head_dim": None, "index_dtype": "int8"}),
+        (MHA, "index_dtype", {"index_dtype": "int8"}),
+        (MHA, "index_layers[1]", {"index_head_dim": 16, "index_layers": (0, 3)}),
         (PACKED, "dtype", {"dtype": "bfloat16"}),
         (PACKED, "view", {"view": "nz"}),
         (PACKED, "kv_lora_rank", {"kv_lora_rank": 500}),
@@ -191,6 +193,8 @@ def of_another_split(
         (MAMBA, "state_total_heads", {"state_head_start": 8, "state_total_heads": 11}),
         (MAMBA, "state_head_start", {"state_head_start": 2, "state_total_heads": 8}),
         (MAMBA, "state_head_start", {"state_head_start": 0, "state_total_heads": 6}),
+        (MAMBA, "conv_parts", {"conv_parts": (16, 16, 16)}),
+        (MAMBA, "conv_parts", {"conv_parts": (32, 30, 2)}),
         (MAMBA, "tokens", {"tokens": None}),
         (MAMBA, "head_dim", {"head_dim": None}),
         (MAMBA, "slots", {"slots": (1 << 31) - 1}),
@@ -198,6 +202,7 @@ def of_another_split(
         (PAGE_FIRST, "groups", {"groups": ((0, 1), (2,))}),
         (PAGE_FIRST, "k_scale", {"k_scale": (0.5, 0.5, 0.5), "dtype": "int8"}),
         (PAGE_FIRST, "v_scale", {"v_scale": "page_head", "dtype": "int8"}),
+        (PAGE_FIRST, "index_head_dim", {"index_head_dim": 16}),
         (PAGE_FIRST_LATENT, "index_head_dim", {"index_head_dim": 128}),
         (PACKED, "view", {"view": "page_first", "index_head_dim": None, "index_scale": False}),
         (MHA, "k_scale", {"dtype": "bfloat16", "k_scale": 1.0}),
@@ -310,6 +315,7 @@ ODD_DRAFT = DraftSpec(layers=1, kv_lora_rank=384, qk_rope_head_dim=130)
         (MLA, {}, "v", 16384, (9, 128, 1, 64), "ND"),
         (MLA, {}, "index_k", 32768, (9, 128, 1, 128), "ND"),
         (MLA, {"index_scale": True}, "index_scale", 512, (9, 128, 1), "ND"),
+        (MHA, {"index_head_dim": 16, "index_dtype": "float32"}, "index_k", 128 * 16 * 4, (3, 128, 1, 16), "ND"),
         (MLA, {"view": "nz"}, "k", 131072, (9, 1, 32, 128, 16), "FIA_NZ"),
         (MLA, {"view": "nz", "index_scale": True}, "index_scale", 512, (9, 128, 1), "ND"),
         (MLA, {"draft": DraftSpec(layers=1, kv_heads=2, head_dim=64, v_head_dim=32, total_heads=2)}, "draft/v",
@@ -322,6 +328,7 @@ ODD_DRAFT = DraftSpec(layers=1, kv_lora_rank=384, qk_rope_head_dim=130)
         (JOINED, {"draft": DraftSpec(layers=1, **LATENT_ROPE)}, "draft/k", 576 * 128 * 2, (9, 128, 1, 576),
          "LATENT_ROPE_448_128"),
         (MAMBA, {}, "mamba/conv", 3 * 64 * 2, (7, 3, 64), "ND"),
+        (MAMBA, {"conv_channels_first": True}, "mamba/conv", 3 * 64 * 2, (7, 64, 3), "CHANNELS_FIRST"),
         (MAMBA, {}, "mamba/ssm", 4 * 8 * 16 * 4, (7, 4, 8, 16), "ND"),
         (SWA, {"window_kv_heads": 8, "window_head_dim": 32}, "swa/k", 128 * 8 * 32 * 2, (3, 128, 8, 32), "ND"),
     ],
@@ -343,6 +350,8 @@ def test_arrays_of_each_form(
         (PACKED, {"packed": "ds_mla"}),
         (PACKED, {"kv_lora_rank": 384, "qk_rope_head_dim": 130}),
         (MAMBA, {"conv_window": 6, "conv_channels": 32}),
+        (MAMBA, {"conv_parts": (64,)}),
+        (MAMBA, {"conv_channels_first": True}),
         (MAMBA, {"ssm_shape": (4, 16, 8)}),
     ],
     ids=str,
@@ -395,6 +404,13 @@ def test_the_indexer_may_have_fewer_layers(given_: Any, layers: list[int]) -> No
     for role in ("index_k", "index_scale"):
         assert [one.layer for one in role_of(manifest, role)] == layers
     assert len(role_of(manifest, "k")) == 4
+
+
+def test_ranks_with_some_heads_each_have_all_of_the_index() -> None:
+    manifest = changed(MHA, head_start=2, total_heads=8, replicas=2, index_head_dim=16, index_layers=(0, 2))
+    keys = role_of(manifest, "index_k")
+    assert [one.layer for one in keys] == [0, 2]
+    assert {(one.head_start, one.heads, one.total_heads, one.replicas) for one in keys} == {(0, 1, 1, 8)}
 
 
 @pytest.mark.parametrize(
@@ -540,12 +556,61 @@ def test_ranks_of_one_split_pair_with_themselves_only() -> None:
 
 @pytest.mark.parametrize(("source", "destination"), [((1, 0), (2, 0)), ((2, 0), (1, 0)), ((4, 1), (2, 0))])
 def test_another_split_is_refused(source: tuple[int, int], destination: tuple[int, int]) -> None:
-    """A rank's conv channels are shares of q, k and v side by side: no slice of them is another rank's."""
+    """Which channels are of which part, side by side, is not said: no slice of them is known to be another rank's."""
     with pytest.raises(GeometryMismatchError, match="mamba/conv/0"):
         pair_entries(
             [one for one in rank_of(*source).entries if one.component == "mamba"],
             [one for one in rank_of(*destination).entries if one.component == "mamba"],
         )
+
+
+WITH_PARTS = {"conv_parts": (16, 16, 32)}
+CONV = changed(MAMBA, **WITH_PARTS).entries[2]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"role": "ssm"},
+        {"page_tokens": 3},
+        {"heads": None},
+        {"shape": None},
+        {"shape": (7, 192)},
+        {"format": "CONV_4_4_4"},
+        {"format": "CHANNELS_FIRST_4_4_8"},
+    ],
+    ids=str,
+)
+def test_parts_that_are_not_the_channels_of_a_convolution_are_refused(fields: dict[str, Any]) -> None:
+    check_entry(CONV, "entries[2]")
+    with pytest.raises(InvalidFieldError) as refused:
+        check_entry(msgspec.structs.replace(CONV, **fields), "entries[2]")
+    assert refused.value.field == "entries[2].format"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "what"),
+    [
+        ({"conv_parts": (24, 8)}, "format", "format is CONV_4_4_8 at the source, CONV_12_4 at the destination"),
+        ({"conv_parts": (8, 8, 24), "conv_channels": 40}, "format", "format is CONV_4_4_8 at the source, CONV_4_4_12"),
+        ({"conv_parts": None}, "format", "give conv_parts on both sides"),
+        ({"conv_window": 4}, "shape", "a head is .3,. at the source"),
+        ({"conv_channels_first": True}, "format", "format is CONV_4_4_8 at the source"),
+        ({"ssm_shape": (2, 16, 8)}, "shape", "a head is .8, 16. at the source, .16, 8. at the destination"),
+    ],
+    ids=str,
+)
+def test_states_of_another_split_that_differ_are_refused(fields: dict[str, Any], field: str, what: str) -> None:
+    half = {"ssm_shape": (2, 8, 16), "conv_channels": 32, "conv_parts": (8, 8, 16), "state_total_heads": 4}
+    assert pair_entries(changed(MAMBA, **WITH_PARTS).entries, changed(MAMBA, **half).entries).uncovered == ()
+    with pytest.raises(GeometryMismatchError, match=what) as refused:
+        pair_entries(changed(MAMBA, **WITH_PARTS).entries, changed(MAMBA, **{**half, **fields}).entries)
+    assert refused.value.field.endswith(f"].{field}")
+
+
+def test_states_of_equal_splits_have_the_same_parts() -> None:
+    with pytest.raises(GeometryMismatchError, match="format is CONV_4_4_8 at the source, CONV_8_4_4"):
+        pair_entries(changed(MAMBA, **WITH_PARTS).entries, changed(MAMBA, conv_parts=(32, 16, 16)).entries)
 
 
 def test_the_documents_tables_are_current() -> None:

@@ -118,7 +118,7 @@ def test_no_block_or_a_link_or_a_pipe_in_place_of_one_is_a_miss(store: DiskStore
 
 def test_names_cannot_leave_the_root(store: DiskStore) -> None:
     wanted = block()
-    spaces = wanted.key.namespace._replace(space="../x"), wanted.key.namespace._replace(layout_digest="..")
+    spaces = wanted.key.namespace._replace(group="../x"), wanted.key.namespace._replace(layout_digest="..")
     for odd in (*(wanted.key._replace(namespace=one) for one in spaces), wanted.key._replace(hash=b"short")):
         with pytest.raises(ValueError, match=r"not a valid folder name|a hash"):
             written(store, odd, wanted.buffers, wanted.digests)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from tests.kit.folders import REPOSITORY
-from tests.sglang.npu.pools import KINDS, NOT_SERVED, NOT_WRITTEN, REFUSED, SERVED
+from tests.sglang.npu.pools import DRAFTS, HYBRIDS, KINDS, NO_KERNELS, NOT_SERVED, NOT_WRITTEN, REFUSED, SERVED
 
 DOCUMENT: Final = REPOSITORY / "docs" / "sglang.md"
 TABLE: Final = re.compile(r"(<!-- pools: [^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)
@@ -24,6 +24,11 @@ def _rows() -> Iterator[str]:
         served = "yes" if name in SERVED else f"no: {NOT_SERVED[name]}"
         alone = "lists, every attribute" + ("" if name in NOT_WRITTEN else ", what SGLang writes")
         yield _row(f"`{kind.kind.__name__}`", name, served, alone)
+    for name, (kind, why) in HYBRIDS.items():
+        alone = "lists, every attribute, what arrives of either pool within, and what comes back"
+        yield _row(f"`{kind.__name__}`", name, f"no: {why}", alone)
+    for name, kind in DRAFTS.items():
+        yield _row(f"`{kind.kind.__name__}`", f"{name}, and a draft", f"no: {NO_KERNELS}", "lists, every attribute")
     for name, refused in REFUSED.items():
         yield _row(f"`{refused.kind.__name__}`", name, f"refused: {refused.why}", f"refused: {refused.says}")
 

@@ -15,7 +15,10 @@ from sglang.srt.hardware_backend.npu.memory_pool_npu import (
     NPUMiniMaxSparseKVPool,
     NPUMLATokenToKVPool,
 )
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+from tests.sglang.in_process import sparse_pool, states_pool
 
 PAGE: Final = 16
 TOKENS: Final = 8 * PAGE
@@ -82,6 +85,27 @@ NOT_WRITTEN: Final = {
 }  # fmt: skip
 WRITTEN: Final = [name for name in KINDS if name not in NOT_WRITTEN]
 
+
+def _draft(name: str, **more: Any) -> Kind:  # noqa: ANN401
+    """Return a draft model's pool, of one layer, beside this kind."""
+    kind = KINDS[name]
+    one: dict[str, Any] = {"layer_num": 1, "start_layer": 0, "end_layer": 0}
+    one |= {"is_draft_worker": True} if kind.kind is NPUMLATokenToKVPool else {}
+    return kind._replace(given={**kind.given, **one, **more})
+
+
+DRAFTS: Final = {
+    "mha": _draft("mha", head_num=4),
+    "mha fia": _draft("mha fia"),
+    "mla": _draft("mla"),
+    "mla nz": _draft("mla nz"),
+    "mla index": _draft("mla index"),
+    "mla packed": _draft("mla packed"),
+    "mla some index": _draft("mla some index", indexer_layer_ids=None),
+}
+"""Draft models beside kinds of pools."""
+NO_KERNELS: Final = "SGLang's kernels for it are in no package that the tests can have"
+
 SERVED: Final = {
     "mha fia": "test_ascend_servers.test_tokens_are_those_of_a_plain_server_and_all_have_arrived",
     "mla": "test_ascend_configurations.test_latent_attention_in_chunks_and_retracted_requests",
@@ -92,10 +116,16 @@ SERVED: Final = {
 SOME_INDEX: Final = "in a pair of servers SGLang has an index in all layers"
 NOT_SERVED: Final = {
     **NOT_WRITTEN,
-    "mha narrow v fia": "SGLang makes it beside sliding windows only, which are refused",
+    "mha narrow v fia": "SGLang makes it beside sliding windows only",
     **dict.fromkeys(("mla some index", "mla some index nz", "mla no index"), SOME_INDEX),
 }
 """Why no pair of servers is run with the others."""
+HYBRIDS: Final = {
+    "windows": (SWAKVPool, "SGLang attends by aclnnFusedInferAttentionScoreV4, which is not simulated"),
+    "states": (HybridLinearKVPool, "SGLang computes states by Triton kernels, which are not simulated"),
+    "sparse": (NPUMiniMaxSparseKVPool, "SGLang's indexer is of operators that are not simulated"),
+}
+"""Pools of ``NPUMHATokenToKVPool`` beside another, by the test's parameter; why no pair of servers is run with them."""
 
 
 class Refused(NamedTuple):
@@ -113,40 +143,23 @@ SIZES: Final[dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _sparse(*, values: bool) -> Any:  # noqa: ANN401  SGLang's class
-    """Make MiniMax's pool: a dense layer, and two with an index that has keys only, or values as well."""
-    layers = {"dense_layer_ids": [0], "sparse_layer_ids": [1, 2], "start_layer": 0, "end_layer": LAYERS}
-    layers["disable_value_sparse_layer_ids"] = [] if values else [1, 2]
-    return NPUMiniMaxSparseKVPool(**SIZES, **layers, idx_head_dim=32)
-
-
-def _with_draft(name: str) -> Callable[[], object]:
-    """Make a pool, then that of a draft model of one layer, as a server does."""
-    kind = KINDS[name]
-    draft = {"layer_num": 1, "start_layer": 0, "end_layer": 1}
-    draft |= {"is_draft_worker": True} if kind.kind is NPUMLATokenToKVPool else {}
-    return lambda: (kind.make(), kind._replace(given={**kind.given, **draft}).make())
-
-
-def _windows() -> Any:  # noqa: ANN401  SGLang's class
-    layers = {"swa_attention_layer_ids": [0, 1], "full_attention_layer_ids": [2]}
-    return SWAKVPool(**SIZES, **layers, size_swa=2 * PAGE, token_to_kv_pool_class=NPUMHATokenToKVPool)
-
-
-DRAFT: Final = "the daemon has a draft as a component of the model's pool, which SGLang makes before it"
-NO_INDEX: Final = "the daemon's multi-head pools have no index"
-ALONE, SECOND = "the KV pool NPUMHATokenToKOnlyPool", "a second KV pool, NPUMHATokenToKVPool"
 REFUSED: Final = {
-    "mha draft": Refused(NPUMHATokenToKVPool, _with_draft("mha fia"), SECOND, DRAFT, FIA),
-    "mla draft": Refused(NPUMLATokenToKVPool, _with_draft("mla"), "a second KV pool, NPUMLATokenToKVPool", DRAFT),
     "k only": Refused(
         NPUMHATokenToKOnlyPool,
         lambda: NPUMHATokenToKOnlyPool(TOKENS, PAGE, HALF, 1, 32, LAYERS, "npu", enable_memory_saver=False),
-        ALONE, NO_INDEX,
+        "the KV pool NPUMHATokenToKOnlyPool", "SGLang makes it beside keys and values only: see sparse",
     ),
-    "minimax": Refused(NPUMiniMaxSparseKVPool, lambda: _sparse(values=False), ALONE, NO_INDEX),
-    "minimax values": Refused(NPUMiniMaxSparseKVPool, lambda: _sparse(values=True), SECOND, NO_INDEX),
-    "windows": Refused(SWAKVPool, _windows, SECOND, "windows have pages of their own, which no transfer carries yet"),
+    "sparse values": Refused(
+        NPUMiniMaxSparseKVPool, lambda: sparse_pool(disable_value_sparse_layer_ids=[2]),
+        "an indexer's values", "SGLang itself hands none from prefill to decode",
+    ),
+    "latent states": Refused(
+        HybridLinearKVPool,
+        lambda: states_pool(
+            use_mla=True, kv_lora_rank=16, qk_rope_head_dim=8, full_kv_pool_class=NPUMLATokenToKVPool
+        ),
+        "latent rows beside windows or states", "the daemon's pools of states have keys and values",
+    ),
     "sparse kv": Refused(
         NPUMLATokenToKVPool, KINDS["mla index"].make, "the offload of sparse KV", "SGLang has no k and v on the NPU",
         {"SGLANG_NPU_ENABLE_SPARSE_KV_OFFLOAD": "1"},

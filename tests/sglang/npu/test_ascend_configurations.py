@@ -12,6 +12,8 @@ from tests.kit.folders import TINY_ASCEND, TINY_DEEPSEEK
 from tests.kit.servers import AT_ONCE, LENGTHS, at_once, prompt
 from tests.sglang.servers import RETRACTED, Expected, RoomWatch, assert_tokens, running_pair
 
+LONG = 1500
+"""Tokens of a prompt whose whole pages, but for the last one, have more than the 4 MiB that go layer by layer."""
 GROWING = 160
 """Tokens of the answers to requests that outgrow decode's pool."""
 
@@ -38,22 +40,34 @@ def test_latent_attention_in_chunks_and_retracted_requests(answers: Callable[[st
 
 
 @pytest.mark.long
-def test_three_hundred_requests_and_a_killed_daemon_with_registered_memory(
-    answers: Callable[[str], Expected], tmp_path: Path
+@pytest.mark.parametrize("memory", ["engine", "daemon"])
+def test_three_hundred_requests_and_a_killed_daemon(
+    answers: Callable[[str], Expected], tmp_path: Path, memory: str
 ) -> None:
-    expected, environment = answers(TINY_ASCEND), {"KVFERRY_SGLANG_MEMORY": "engine"}
+    """One more goes layer by layer, and once more as a whole: prefill has computed it."""
+    expected, environment = answers(TINY_ASCEND), {"KVFERRY_SGLANG_MEMORY": memory}
     with (
-        kit.daemon() as daemon,
+        kit.daemon(keep=memory == "daemon") as daemon,
         running_pair(
-            tmp_path, daemon.runtime_dir, model=TINY_ASCEND, tokens=2048, chunk=256, environment=environment
+            tmp_path, daemon.runtime_dir, model=TINY_ASCEND, tokens=2048, chunk=2048, environment=environment
         ) as both,
     ):
         with RoomWatch(daemon.runtime_dir) as watch:
-            assert all(one.registered_by is not None for one in watch.status().pools)
+            assert all((one.registered_by is not None) == (memory == "engine") for one in watch.status().pools)
             for _ in range(300 // len(AT_ONCE)):
                 replies = at_once(lambda one: both.generate(prompt(*one)), AT_ONCE)
                 assert [reply.tokens for reply in replies] == [expected.tokens(*one) for one in AT_ONCE]
             assert watch.arrived() == 300
+            assert "transfers.layered" not in watch.status().counters
+            tokens = both.generate(prompt(LONG)).tokens
+            assert watch.status().counters["transfers.layered"] == 1
+            assert both.generate(prompt(LONG)).tokens == tokens
+            assert watch.status().counters["transfers.layered"] == 1
         daemon.restart()
         both.wait_until_served(prompt(333), expected.tokens(333))
+        with RoomWatch(daemon.runtime_dir) as watch:
+            before = watch.arrived()
+            replies = at_once(lambda one: both.generate(prompt(*one)), AT_ONCE)
+            assert [reply.tokens for reply in replies] == [expected.tokens(*one) for one in AT_ONCE]
+            assert watch.arrived() - before == len(AT_ONCE)
         both.assert_healthy()

@@ -1,4 +1,4 @@
-"""Block tables of SGLang's attention back end for NPUs, in the daemon's memory and written by it.
+"""Block tables of SGLang's attention back end for NPUs, written by the daemon.
 
 The peer is SGLang 0.5.23's own ``AscendAttnBackend`` over the same pool and the same map of tokens:
 ``sglang/srt/hardware_backend/npu/attention/ascend_backend.py``, ``init_cuda_graph_state`` (741) and
@@ -7,8 +7,10 @@ The peer is SGLang 0.5.23's own ``AscendAttnBackend`` over the same pool and the
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,26 +20,59 @@ import torch
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.hardware_backend.npu.allocator_npu import NPUPagedTokenToKVPoolAllocator
 from sglang.srt.hardware_backend.npu.attention.ascend_backend import AscendAttnBackend
+from sglang.srt.hardware_backend.npu.memory_pool_npu import NPUMHATokenToKVPool
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.spec_info import SpecInputType, SpeculativeAlgorithm
 
 from kvferry.attention.graph_tables import GraphTables
 from kvferry.attention.table_layout import table_shape
 from kvferry.attention.table_update import TableUpdate
 from kvferry.clients import Client
 from kvferry.clients.engine_pool import EnginePool
-from kvferry.clients.sglang import graphs
+from kvferry.clients.sglang import graphs, pools
+from tests import kit
 from tests.cann_simulator.simulator import Simulator
-from tests.kit.daemons import Daemon
+from tests.kit.daemons import Daemon, soon
 from tests.sglang.in_process import LAST, chosen, current_pool
 from tests.sglang.npu.pools import KINDS, PAGE, TOKENS
 
 KIND = KINDS["mha fia"]
+OWN = "SGLang writes the graph tables by itself"
+WINDOW = PAGE + 4
+"""Tokens."""
 CONTEXT = 5 * PAGE
 ROWS = 4
 REQUESTS = 6
 NPU: Any = torch.get_device_module("npu")
+
+
+def windows() -> Any:  # noqa: ANN401  SGLang's class
+    sizes = {"size": TOKENS, "size_swa": TOKENS + 3 * PAGE, "page_size": PAGE, "device": "npu"}
+    heads = {"dtype": torch.bfloat16, "head_num": 2, "head_dim": 32}
+    layers = {"swa_attention_layer_ids": [0, 2], "full_attention_layer_ids": [1]}
+    return SWAKVPool(**sizes, **heads, **layers, token_to_kv_pool_class=NPUMHATokenToKVPool)
+
+
+MAKERS = {"plain": KIND.make, "windows": windows}
+
+
+def capture(backend: Any) -> None:  # noqa: ANN401  SGLang's
+    """Have a back end make what it needs for graphs of all sizes."""
+    backend.init_cuda_graph_state(ROWS, ROWS)
+    for size in range(1, ROWS + 1):
+        batch = SimpleNamespace(
+            batch_size=size,
+            forward_mode=ForwardMode.DECODE,
+            seq_lens=torch.zeros(size, dtype=torch.int64, device="npu"),
+            out_cache_loc=torch.zeros(size, dtype=torch.int64, device="npu"),
+            req_pool_indices=torch.zeros(size, dtype=torch.int64, device="npu"),
+            spec_info=None,
+        )
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
 
 
 class Decode:
@@ -46,7 +81,16 @@ class Decode:
     def __init__(self, sglang: Any, pool: EnginePool) -> None:  # noqa: ANN401  SGLang's class
         self.pool = pool
         self.map = ReqToTokenPool(REQUESTS, CONTEXT + 4, "npu", enable_memory_saver=False)
-        self.allocator = NPUPagedTokenToKVPoolAllocator(TOKENS, PAGE, torch.float16, "npu", sglang, need_sort=True)
+        self.allocator: Any
+        self.has_windows = isinstance(sglang, SWAKVPool)
+        if self.has_windows:
+            sizes = {"size": TOKENS, "size_swa": sglang.size_swa, "page_size": PAGE}
+            self.allocator = SWATokenToKVPoolAllocator(
+                **sizes, dtype=torch.float16, device="npu", kvcache=sglang, need_sort=True
+            )
+            self.allocator.swa_attn_allocator.alloc(3 * PAGE)  # a page and its window page have other numbers
+        else:
+            self.allocator = NPUPagedTokenToKVPoolAllocator(TOKENS, PAGE, torch.float16, "npu", sglang, need_sort=True)
         config = SimpleNamespace(
             dtype=torch.bfloat16,
             attention_arch=AttentionArch.MHA,
@@ -64,41 +108,56 @@ class Decode:
             req_to_token_pool=self.map,
             token_to_kv_pool=sglang,
             use_mla_backend=False,
-            is_hybrid_swa=False,
-            sliding_window_size=None,
-            spec_algorithm=SimpleNamespace(is_dspark=lambda: False),
+            is_hybrid_swa=self.has_windows,
+            sliding_window_size=WINDOW if self.has_windows else None,
+            spec_algorithm=SpeculativeAlgorithm.NONE,
             server_args=SimpleNamespace(dllm_algorithm=None),
         )
-        self.theirs, self.ours = AscendAttnBackend(runner), ATTENTION_BACKENDS["ascend"](runner)
-        for backend in (self.theirs, self.ours):
-            backend.init_cuda_graph_state(ROWS, ROWS)
-            for size in range(1, ROWS + 1):  # as captures do
-                batch = SimpleNamespace(
-                    batch_size=size,
-                    forward_mode=ForwardMode.DECODE,
-                    seq_lens=torch.zeros(size, dtype=torch.int64, device="npu"),
-                    out_cache_loc=torch.zeros(size, dtype=torch.int32, device="npu"),
-                    req_pool_indices=torch.zeros(size, dtype=torch.int64, device="npu"),
-                    spec_info=None,
-                )
-                backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        self.theirs, self.ours, self.second = (
+            AscendAttnBackend(runner),
+            *map(ATTENTION_BACKENDS["ascend"], [runner] * 2),
+        )
+        for backend in (self.theirs, self.ours, self.second):
+            capture(backend)
+        self.runner = runner
         self.lengths: dict[Any, int] = {}
+        self.evicted: dict[Any, int] = {}
+
+    def take(self, length: int) -> Any:  # noqa: ANN401  a tensor
+        """Return slots for so many tokens of a new request."""
+        none, tokens = torch.zeros(1, dtype=torch.int64), torch.tensor([length])
+        slots = self.allocator.alloc_extend(none.to("npu"), none, tokens.to("npu"), tokens, none.to("npu") - 1, length)
+        assert slots is not None
+        return slots
 
     def begin(self, row: int, length: int) -> Any:  # noqa: ANN401  a request
         """Return a request of so many tokens, with pages."""
         one = SimpleNamespace(req_pool_idx=row)
-        slots = self.allocator.alloc(-(-length // PAGE) * PAGE)
-        self.map.req_to_token[row, :length] = slots[:length].int()
-        self.lengths[row] = length
+        self.map.req_to_token[row, :length] = self.take(length).int()
+        self.lengths[row], self.evicted[row] = length, 0
         return one
 
     def end(self, one: Any) -> None:  # noqa: ANN401  a request
         """Give its pages back."""
         row = one.req_pool_idx
-        self.allocator.free(self.map.req_to_token[row, : self.lengths[row]].long())
+        slots = self.map.req_to_token[row, : self.lengths[row]].long()
+        if not self.has_windows:
+            self.allocator.free(slots)
+            return
+        self.allocator.free_swa_segment(slots[self.evicted[row] :], start_pos=self.evicted[row])
+        self.allocator.free_full_segment(slots, start_pos=0)
+
+    def slide(self, row: int) -> None:
+        """Give the window pages back that a request has left behind, as SGLang does before a step."""
+        start, end = self.evicted[row], max(self.lengths[row] - WINDOW, 0) // PAGE * PAGE
+        if end > start:
+            self.allocator.free_swa_segment(self.map.req_to_token[row, start:end].long(), start_pos=start)
+            self.evicted[row] = end
 
     def prepare(self, requests: Sequence[Any], *, told: bool = True) -> Any:  # noqa: ANN401  SGLang's object, as far as it matters
         """Prepare a step of these requests, as ``ScheduleBatch.prepare_for_decode`` does, ``told`` to the tables."""
+        for one in requests if self.has_windows else ():
+            self.slide(one.req_pool_idx)
         rows = torch.tensor([one.req_pool_idx for one in requests])
         before = torch.tensor([self.lengths[one.req_pool_idx] for one in requests])
         last = self.map.req_to_token[rows.to("npu"), (before - 1).to("npu")]
@@ -112,6 +171,7 @@ class Decode:
             seq_lens_cpu=before + 1,
             seq_lens=(before + 1).to("npu"),
             req_pool_indices=rows.to("npu"),
+            out_cache_loc=new.long(),
             req_to_token_pool=self.map,
             token_to_kv_pool_allocator=self.allocator,
             device="npu",
@@ -120,17 +180,17 @@ class Decode:
             graphs.note_step(None, batch)
         return batch
 
-    def shown(self, backend: Any, batch: Any, rows: int) -> torch.Tensor:  # noqa: ANN401  SGLang's
-        """Return what a replay of so many rows finds in the tables, still on the device."""
+    def shown(self, backend: Any, batch: Any, rows: int, draft: Any = None) -> torch.Tensor:  # noqa: ANN401  SGLang's
+        """Return what a replay of so many rows finds in the tables, still on the device; one that verifies a draft."""
         backend.init_forward_metadata_out_graph(
             SimpleNamespace(
                 batch_size=rows,
-                forward_mode=ForwardMode.DECODE,
+                forward_mode=ForwardMode.DECODE if draft is None else ForwardMode.TARGET_VERIFY,
                 seq_lens=torch.nn.functional.pad(batch.seq_lens, (0, rows - len(batch.reqs))),
                 seq_lens_cpu=torch.nn.functional.pad(batch.seq_lens_cpu, (0, rows - len(batch.reqs))),
-                out_cache_loc=None,
+                out_cache_loc=torch.nn.functional.pad(batch.out_cache_loc, (0, rows - len(batch.reqs))),
                 req_pool_indices=torch.nn.functional.pad(batch.req_pool_indices, (0, rows - len(batch.reqs))),
-                spec_info=None,
+                spec_info=draft,
             )
         )
         tables: torch.Tensor = backend.forward_metadata.block_tables
@@ -145,16 +205,42 @@ class Decode:
             assert not ours[row, used:].any()
         assert self.ours.forward_metadata.seq_lens.tolist() == self.theirs.forward_metadata.seq_lens.tolist()
         assert not ours[len(batch.reqs) :].any()
+        if self.has_windows:
+            self._assert_windows_equal(batch)
+
+    def _assert_windows_equal(self, batch: Any) -> None:  # noqa: ANN401  SGLang's
+        """Check what the last replay reads of windows: their pages, the masks, and where it writes."""
+        ours, theirs = self.ours.forward_metadata, self.theirs.forward_metadata
+        tables = [one.block_tables_swa.cpu() for one in (ours, theirs)]
+        for row, length in enumerate(batch.seq_lens_cpu.tolist()):
+            seen = slice(max(length - WINDOW, 0) // PAGE, -(-length // PAGE))
+            assert torch.equal(tables[0][row, seen], tables[1][row, seen]), (row, length)
+            assert bool(tables[0][row, seen].all())
+            assert not torch.equal(tables[0][row, seen], ours.block_tables.cpu()[row, seen])
+            assert not tables[0][row, seen.stop :].any()
+        assert not tables[0][len(batch.reqs) :].any()
+        masks = [one.swa_mask.cpu() for one in (ours, theirs)]
+        width = masks[1].shape[-1]
+        assert masks[0].shape[-1] == max(ours.block_tables_swa.shape[1] * PAGE, width)
+        assert torch.equal(masks[0][..., :width], masks[1])
+        assert bool(masks[0][..., width:].all())
+        assert ours.swa_out_cache_loc.tolist() == theirs.swa_out_cache_loc.tolist()
 
 
-@pytest.fixture
-def decode(daemon: Daemon) -> Iterator[Decode]:
+@pytest.fixture(params=MAKERS)
+def decode(request: pytest.FixtureRequest, daemon: Daemon) -> Iterator[Decode]:
+    with running_decode(daemon, request.param) as made:
+        yield made
+
+
+@contextmanager
+def running_decode(daemon: Daemon, name: str, draft_tokens: int | None = None, **more: str) -> Iterator[Decode]:
     environment = {
-        "KVFERRY_RUNTIME_DIR": str(daemon.runtime_dir), "KVFERRY_SGLANG_POOL": "decode", **KIND.environment
+        "KVFERRY_RUNTIME_DIR": str(daemon.runtime_dir), "KVFERRY_SGLANG_POOL": "decode", **KIND.environment, **more
     }  # fmt: skip
-    with chosen(environment, speculative_num_draft_tokens=None):
+    with chosen(environment, speculative_num_draft_tokens=draft_tokens):
         with current_pool(lambda: None):
-            sglang = KIND.make()
+            sglang = MAKERS[name]()
         pool = LAST()
         assert pool is not None
         with current_pool(lambda: pool):
@@ -176,11 +262,16 @@ def test_they_are_the_daemons_and_captured_once(decode: Decode, daemon: Daemon) 
     requests = [decode.begin(1, CONTEXT - 3), decode.begin(2, 1)]
     for _ in range(3):  # up to exactly the longest context
         decode.assert_equal(decode.prepare(requests))
+    in_window = decode.ours.graph_metadata.get("block_tables_swa")
     for size in range(1, ROWS + 1):
+        if in_window is not None:
+            assert decode.ours.graph_metadata[size].block_tables_swa.data_ptr() == in_window.data_ptr() != address
         assert decode.ours.graph_metadata[size].block_tables.data_ptr() == address
 
 
-def test_the_daemon_is_told_of_steps_that_change_them_alone(decode: Decode, daemon: Daemon) -> None:
+def test_the_daemon_is_told_of_steps_that_change_them_alone(
+    decode: Decode, daemon: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
     requests = [decode.begin(1, PAGE - 3), decode.begin(2, 2 * PAGE - 1), decode.begin(3, 5)]
     decode.assert_equal(decode.prepare(requests))
     before, changes = updates(daemon), []
@@ -194,9 +285,10 @@ def test_the_daemon_is_told_of_steps_that_change_them_alone(decode: Decode, daem
     requests.append(decode.begin(1, PAGE))
     decode.assert_equal(decode.prepare(requests))
     assert updates(daemon) - before == 2
+    assert OWN not in caplog.text
 
 
-def test_pages_that_were_freed_are_handed_out_again(decode: Decode) -> None:
+def test_pages_that_were_freed_are_handed_out_again(decode: Decode, caplog: pytest.LogCaptureFixture) -> None:
     """All pages go round several times, so that the allocator makes its list of free ones anew."""
     kept = decode.begin(1, 1)
     for length in (PAGE - 1, 3 * PAGE, 2 * PAGE + 5, 4 * PAGE - 1, PAGE):
@@ -205,6 +297,7 @@ def test_pages_that_were_freed_are_handed_out_again(decode: Decode) -> None:
             decode.assert_equal(decode.prepare([other, kept]))
         decode.end(other)
         decode.assert_equal(decode.prepare([kept]))
+    assert OWN not in caplog.text
 
 
 def test_a_replay_reads_what_was_prepared_for_it(decode: Decode, simulator: Simulator) -> None:
@@ -257,6 +350,88 @@ def test_the_daemon_writes_anew_what_sglang_has_written_meanwhile(decode: Decode
     decode.assert_equal(decode.prepare(requests))
 
 
+def test_pages_that_a_request_got_in_a_step_without_a_graph_are_seen(decode: Decode) -> None:
+    requests = [decode.begin(row, PAGE - 8) for row in range(1, 3)]
+    decode.assert_equal(decode.prepare(requests))
+    decode.prepare([*requests, *(decode.begin(row, 1) for row in range(3, 6))])
+    decode.map.req_to_token[1, :PAGE] = decode.take(PAGE).int()  # as a request that was retracted meanwhile
+    decode.assert_equal(decode.prepare(requests))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_draft_tokens_at_the_end_of_the_longest_context_are_in_them(name: str, daemon: Daemon) -> None:
+    """SGLang writes the tables of a step that verifies them; the next step is the daemon's again."""
+    draft_tokens = PAGE + 5
+    with running_decode(daemon, name, draft_tokens) as decode:
+        tables = decode.ours.graph_metadata["block_tables"]
+        assert tables.shape[1] == -(-(CONTEXT + draft_tokens) // PAGE) > decode.map.req_to_token.shape[1] // PAGE
+        decode.map.req_to_token = torch.nn.functional.pad(decode.map.req_to_token, (0, draft_tokens))
+        for backend in (decode.theirs, decode.ours):
+            backend.req_to_token = decode.map.req_to_token
+        request = decode.begin(1, CONTEXT - 1)
+        decode.map.req_to_token[1, CONTEXT : CONTEXT + draft_tokens] = decode.take(draft_tokens).int()
+        batch = decode.prepare([request])
+        draft = SimpleNamespace(spec_input_type=SpecInputType.EAGLE_VERIFY, draft_token_num=draft_tokens)
+        ours, theirs = (decode.shown(one, batch, 1, draft).cpu() for one in (decode.ours, decode.theirs))
+        assert torch.equal(ours[:, : theirs.shape[1]], theirs)
+        assert ours[0].count_nonzero() == -(-(CONTEXT + draft_tokens) // PAGE)
+        assert tables.data_ptr() == decode.ours.forward_metadata.block_tables.data_ptr()
+        before = updates(daemon)
+        decode.assert_equal(decode.prepare([decode.begin(2, 3)]))
+        assert updates(daemon) == before + 2, "one makes them zeros, and one shows the row"
+
+
+def test_of_several_back_ends_the_first_has_the_daemons_tables(decode: Decode) -> None:
+    """SGLang has three with two-batch overlap, whose whole batch is the first one's."""
+    batch = decode.prepare([decode.begin(1, 2 * PAGE)])
+    ours, second = (decode.shown(one, batch, 1).cpu() for one in (decode.ours, decode.second))
+    assert torch.equal(ours[:, :3], second[:, :3])
+    assert (
+        decode.second.graph_metadata["block_tables"].data_ptr() != decode.ours.graph_metadata["block_tables"].data_ptr()
+    )
+
+
+def test_where_the_daemon_makes_no_tables_sglang_writes_its_own(
+    decode: Decode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pools, "current", lambda: copy.copy(decode.pool))  # as a second pool of this process would be
+    capture(backend := ATTENTION_BACKENDS["ascend"](decode.runner))
+    assert f"{OWN}: TABLES_EXIST" in caplog.text
+    batch = decode.prepare([decode.begin(1, 2 * PAGE)])
+    ours, theirs = (decode.shown(one, batch, 1).cpu() for one in (backend, decode.theirs))
+    assert torch.equal(ours[:, :3], theirs[:, :3])
+
+
+def test_a_draft_models_are_sglangs_own(decode: Decode) -> None:
+    decode.runner.is_draft_worker = True
+    assert type(ATTENTION_BACKENDS["ascend"](decode.runner)) is AscendAttnBackend
+
+
+def test_pages_of_a_list_that_is_a_new_one_since_are_not_known() -> None:
+    pages = torch.arange(1, 9)
+    assert graphs.FreePages().taken(pages[3:], 2).tolist() == [2, 3]
+    assert len(graphs.FreePages().taken(pages[1:], 2)) < 2
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_they_go_on_with_the_next_daemon(name: str) -> None:
+    """While there is none SGLang writes them itself; the graphs read the same memory all the time."""
+    with kit.daemon(keep=True) as life, running_decode(life, name, KVFERRY_SGLANG_MEMORY="engine") as decode:
+        address = decode.ours.graph_metadata["block_tables"].data_ptr()
+        requests = [decode.begin(1, PAGE), decode.begin(2, 2 * PAGE - 3)]
+        decode.assert_equal(decode.prepare(requests))
+        for _ in range(2):
+            life.kill()
+            assert soon(lambda: decode.pool.engine.is_away)
+            for _ in range(3):
+                decode.assert_equal(decode.prepare(requests))
+            life.start()
+            assert soon(lambda: not decode.pool.engine.is_away)
+            decode.assert_equal(decode.prepare(requests))
+            assert updates(life) == 2, "one makes them zeros, and one shows the rows"
+        assert decode.ours.graph_metadata["block_tables"].data_ptr() == address
+
+
 def test_any_change_of_a_batch_is_followed() -> None:
     """Requests come, go, grow and move, and the device is asked for new ones alone."""
     random = np.random.default_rng(43)
@@ -285,8 +460,14 @@ def test_any_change_of_a_batch_is_followed() -> None:
             return [np.array(batch[row]["pages"]) for row in which]  # noqa: B023
 
         lengths = np.array([one["length"] for one in batch], np.int64)
-        change = rows.follow(batch, lengths, lambda _: np.array(begun, np.int64), read)  # noqa: B023
-        assert asked == [row for row, one in enumerate(batch) if one["length"] > 1 and any(one is each for each in new)]
+        is_seen = random.random() < 0.9 or not begun
+        change = rows.follow(batch, lengths, lambda _: np.array(begun if is_seen else begun[1:], np.int64), read)  # noqa: B023
+        is_new = [any(one is each for each in new) for one in batch]
+        begins = [one["length"] % PAGE == 1 for one in batch]
+        unknown = [(each and one["length"] > 1) for one, each in zip(batch, is_new, strict=True)]
+        if not is_seen:
+            unknown = [each or start for each, start in zip(is_new, begins, strict=True)]
+        assert asked == [row for row, one in enumerate(unknown) if one]
         if change is not None:
             at, columns, ids = change.entries
             tables.apply(

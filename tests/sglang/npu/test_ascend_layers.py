@@ -31,7 +31,7 @@ from tests import kit
 from tests.cann_simulator.simulator import Simulator
 from tests.kit.daemons import Daemon
 from tests.sglang.in_process import SOON_S, Halves, halves, polled
-from tests.sglang.npu.pools import FIRST_LAYER, KINDS, LAYERS, PAGE
+from tests.sglang.npu.pools import DRAFTS, FIRST_LAYER, KINDS, LAYERS, PAGE, Kind
 
 HEADS, DIM = 32, 256
 PAGES: Final = 40
@@ -52,12 +52,12 @@ NPU: Any = torch.get_device_module("npu")
 class Attention(AttentionBackend):  # type: ignore[misc]  # SGLang has no types
     """A layer's attention, as far as it writes KV."""
 
-    def __init__(self, pool: Any) -> None:  # noqa: ANN401  SGLang's class
-        self.pool = pool
+    def __init__(self, pool: Any, held: str = "held_layer") -> None:  # noqa: ANN401  SGLang's class
+        self.pool, self.held = pool, held
 
     def forward_extend(self, _: object, k: Any, v: Any, layer: Any, batch: Any, **__: object) -> None:  # noqa: ANN401
         """Write the batch's KV of a layer, which may have to wait."""
-        if layer.layer_id == batch.held_layer:
+        if layer.layer_id == getattr(batch, self.held):
             NPU.current_stream().wait_event(batch.gate)
         self.pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
 
@@ -86,10 +86,11 @@ class Prefill(SchedulerDisaggregationPrefillMixin):  # type: ignore[misc]  # SGL
         self.disagg_prefill_pending_chunk_rids: set[str] = set()
         self.disagg_prefill_bootstrap_queue = SimpleNamespace(kv_manager=both.prefill)
         self.disagg_metadata_buffers = SimpleNamespace(set_buf=lambda _: None)
-        self.attention = Attention(both.sglang)
+        self.attention, self.drafting = Attention(both.sglang), Attention(both.draft, "held_draft_layer")
         self.batches: list[Any] = []
         self.model, self.gate = NPU.Stream(), NPU.Stream()
-        pools.note_compute_stream(None, SimpleNamespace(enable_overlap=True, forward_stream=self.model))
+        told = {"sliding_window_size": None, "enable_overlap": True, "forward_stream": self.model}
+        pools.note_scheduler(None, SimpleNamespace(**told))
 
     @property
     def free(self) -> int:
@@ -124,6 +125,7 @@ class Prefill(SchedulerDisaggregationPrefillMixin):  # type: ignore[misc]  # SGL
             req.extend_end = tokens
         batch = SimpleNamespace(reqs=reqs, forward_mode=ForwardMode.EXTEND, hicache_consumer_index=-1)
         batch.tbo_parent_token_range, batch.held_layer, batch.gate = None, FIRST_LAYER + held_layer, NPU.Event()
+        batch.held_draft_layer = None
         vars(batch).update(changed)
         layers.run_batch(Prefill.run, self, batch)
 
@@ -141,6 +143,8 @@ class Prefill(SchedulerDisaggregationPrefillMixin):  # type: ignore[misc]  # SGL
         with NPU.stream(self.model):
             for number, (k, v) in enumerate(values, FIRST_LAYER):
                 self.attention.forward(None, k, v, SimpleNamespace(layer_id=number), batch)
+            for number in range(self.both.draft.layer_num if self.both.draft else 0):
+                self.drafting.forward(None, *values[0], SimpleNamespace(layer_id=number), batch)
 
     def give_time(self, pings: int) -> None:
         """Let the daemon do what it may."""
@@ -164,11 +168,11 @@ class Prefill(SchedulerDisaggregationPrefillMixin):  # type: ignore[misc]  # SGL
         return all(self.arrived(req, len(req.origin_input_ids)))
 
 
-def opened(runtime_dir: Path, **environment: str) -> AbstractContextManager[Halves]:
-    kind = KINDS["mha fia"]
+def opened(runtime_dir: Path, *drafts: Kind, **environment: str) -> AbstractContextManager[Halves]:
     more = {"head_num": HEADS, "head_dim": DIM, "v_head_dim": DIM, "size": PAGES * PAGE}
-    kind = kind._replace(given={**kind.given, **more})
-    return halves(runtime_dir, kind.make, KVFERRY_SGLANG_POOL="pool", **kind.environment, **environment)
+    kinds = [kind._replace(given={**kind.given, **more}) for kind in (KINDS["mha fia"], *drafts)]
+    makers, told = [kind.make for kind in kinds], {**kinds[0].environment, **environment}
+    return halves(runtime_dir, *makers, KVFERRY_SGLANG_POOL="pool", **told)
 
 
 @pytest.fixture
@@ -212,6 +216,25 @@ def test_layers_are_in_decodes_pages_before_later_ones_are_computed(
 
 def test_two_parts_of_a_batch_in_turns_are_sent_after_the_last_layer(prefill: Prefill, simulator: Simulator) -> None:
     assert layers_ahead(prefill, simulator, 0, LAYERS - 1, tbo_parent_token_range=(0, LONG))
+
+
+def test_a_draft_models_layers_go_with_the_models_last(daemon: Daemon, simulator: Simulator) -> None:
+    """They are numbered from 0, and this one has more than the model."""
+    count = FIRST_LAYER + LAYERS + 2
+    one_layer = DRAFTS["mha fia"]
+    draft = one_layer._replace(given={**one_layer.given, "layer_num": count, "end_layer": count - 1})
+    with opened(daemon.runtime_dir, draft) as both:
+        prefill = Prefill(both)
+        held = {"held_layer": LAYERS, "held_draft_layer": count - 1}
+        assert layers_ahead(prefill, simulator, LAYERS - 1, **held)
+        req = prefill.begin(LONG)
+        prefill.compute(req, tokens=LONG)
+        assert prefill.sent(req)
+        for role, expected in zip(("k", "v"), KV[0], strict=True):
+            rows = both.pool.tensor(role, "draft")[:, req.theirs].cpu().flatten(1, 2)[:, :LONG]
+            assert torch.equal(rows, expected[:LONG].expand_as(rows))
+        NPU.current_stream().wait_stream(prefill.model)
+        both.pool.engine.close()
 
 
 def test_all_layers_arrive_once_they_are_computed(prefill: Prefill, gate: Simulator) -> None:

@@ -21,9 +21,10 @@ from kvferry.clients.engine_pool import EnginePool
 from kvferry.clients.sglang import pools
 from kvferry.protocol.errors import InvalidFieldError
 from tests.kit.daemons import Daemon
-from tests.sglang.in_process import LAST, chosen, current_pool, told
+from tests.sglang.in_process import LAST, chosen, current_pool, told, with_draft
 from tests.sglang.npu.docs_table import DOCUMENT, TABLE, with_table
 from tests.sglang.npu.pools import (
+    DRAFTS,
     FIA,
     FIRST_LAYER,
     INDEXED,
@@ -77,13 +78,39 @@ def made(request: pytest.FixtureRequest, memory: str, daemon: Daemon) -> Iterato
 def test_every_attribute_is_as_sglang_makes_it(made: Made) -> None:
     """So whatever SGLang reads from a pool, it finds; the shape says whether a buffer is FIA's."""
     assert vars(made.ours).keys() == vars(made.plain).keys()
-    theirs, ours = tensors_of(made.plain), tensors_of(made.ours)
-    assert ours.keys() == theirs.keys()
-    for name in theirs:
-        for one, other in zip(ours[name], theirs[name], strict=True):
-            assert (one.shape, one.dtype, one.stride(), one.device) == (
-                other.shape, other.dtype, other.stride(), other.device
-            ), name  # fmt: skip
+    assert shapes_of(made.ours) == shapes_of(made.plain)
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_draft_models_pool_is_part_of_the_models(name: str, memory: str, daemon: Daemon) -> None:
+    """Both are as SGLang makes them, and their lists those of the daemon's pool, one after the other."""
+    kinds = KINDS[name], DRAFTS[name]
+    with told(kinds[0].environment):
+        plain = [kind.make() for kind in kinds]
+    with chosen(environment_of(daemon, kinds[0], memory, "drafted")):
+        model, draft = with_draft(*(kind.make for kind in kinds), heads=kinds[1].given.get("head_num", 1))
+    pool = LAST()
+    assert pool is not None
+    for ours, theirs in zip((model, draft), plain, strict=True):
+        assert vars(ours).keys() == vars(theirs).keys()
+        assert shapes_of(ours) == shapes_of(theirs)
+        assert ours.get_contiguous_buf_infos()[1:] == theirs.get_contiguous_buf_infos()[1:]
+    for ours, *theirs in zip(
+        [pool.lists.data_ptrs, pool.lists.data_lens, pool.lists.item_lens],
+        *(one.get_contiguous_buf_infos() for one in (model, draft)),
+        strict=True,
+    ):
+        assert [*ours] == [*theirs[0], *theirs[1]]
+    assert (pool.first_layer, pool.layers) == (FIRST_LAYER, LAYERS)
+    pool.engine.close()
+
+
+def shapes_of(pool: Any) -> dict[str, list[object]]:  # noqa: ANN401  SGLang's class
+    """Return all tensors' shapes, types, strides and devices, by attribute."""
+    return {
+        name: [(one.shape, one.dtype, one.stride(), one.device) for one in found]
+        for name, found in tensors_of(pool).items()
+    }
 
 
 def test_its_lists_are_those_that_the_daemon_transfers_by(made: Made) -> None:

@@ -83,7 +83,7 @@ def content(both: Halves, page_ids: Ids) -> list[torch.Tensor]:
 
 def computes_on(stream: Any) -> None:  # noqa: ANN401  torch_npu's
     """Have SGLang's scheduler be one whose model runs on a stream of its own."""
-    pools.note_compute_stream(None, SimpleNamespace(enable_overlap=True, forward_stream=stream))
+    pools.note_scheduler(None, SimpleNamespace(sliding_window_size=None, enable_overlap=True, forward_stream=stream))
 
 
 def begun(both: Halves, sent: Ids, received: Ids) -> tuple[Any, Any]:

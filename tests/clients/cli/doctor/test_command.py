@@ -234,6 +234,16 @@ def test_its_devices() -> None:
     }
 
 
+def test_a_keeper_that_is_lost_is_worth_a_restart() -> None:
+    ready = DeviceStatus(
+        device="npu:0", state="ready", total_bytes=0, free_bytes=0, pool_bytes=0, keeper="lost: the keeper has ended"
+    )
+    [finding] = check_devices(that_says(devices=(ready,))).values()
+    assert (finding.state, "end with the daemon" in finding.found) == ("warning", True)
+    [finding] = check_devices(that_says(devices=(msgspec.structs.replace(ready, keeper="process 7"),))).values()
+    assert finding.state == "ok"
+
+
 def test_where_it_looks(tmp_path: Path) -> None:
     host = make_host(tmp_path, environ={"KVFERRY_RUNTIME_DIR": "/run/environment"})
     for given, configured, place in (

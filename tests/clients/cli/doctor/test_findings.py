@@ -222,6 +222,9 @@ OF_NPUS: Final = {
         of(npus.check_driver, None), "missing", "the PCI bus has 2 NPUs", files=without("/dev", "/etc", "/usr")
     ),
     "healthy": health(Outcome(0, SMI.format(health="OK"), ""), "ok", "2 x 910B3"),
+    "an NPU whose memory ends with its owner": health(
+        Outcome(0, SMI.format(health="OK").replace("910B3", "950PR"), ""), "ok", "2 x 950PR: within seconds"
+    ),
     "an NPU is ill": health(Outcome(0, SMI.format(health="Alarm"), ""), "warning", "NPU 1: Alarm"),
     "the driver hangs": health(Outcome(None, "", ""), "missing", "did not answer", "dmesg"),
     "no npu-smi": health(None, "unknown", "no npu-smi"),

@@ -1,0 +1,145 @@
+"""The tables of docs/sglang.md *Tests with real servers* and *Not carried yet*, from the parameters of the tests.
+
+``python -m tests.sglang.docs_table`` writes them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, get_args
+
+from kvferry.clients.engine_pool import Memory
+from kvferry.clients.sglang import carried, pools
+from tests.kit.folders import REPOSITORY, SMOLLM2, TINY_MHA, TINY_MLA
+from tests.sglang.npu.pools import KINDS as ASCEND
+from tests.sglang.npu.pools import SERVED
+from tests.sglang.test_configurations import CONFIGURATIONS
+from tests.sglang.test_draft_servers import SIDES_THAT_DRAFT
+from tests.sglang.test_ranks import PAIRS, TOPOLOGIES, Kind
+
+DOCUMENT: Final = REPOSITORY / "docs" / "sglang.md"
+TABLE: Final = re.compile(r"(<!-- (axes|topologies|states): [^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)
+
+CONFIGURED: Final = "test_configurations.py::test_tokens_are_those_of_a_plain_server"
+BETWEEN: Final = "test_ranks.py::test_tokens_are_those_of_a_plain_server"
+CLASSES: Final = {SMOLLM2: "MHATokenToKVPool", TINY_MHA: "MHATokenToKVPool", TINY_MLA: "MLATokenToKVPool"}
+"""SGLang's pool of a model."""
+DRAFTS: Final = "test_draft_servers.py::test_tokens_and_how_many_are_accepted"
+THREE_HUNDRED: Final = "npu/test_ascend_configurations.py::test_three_hundred_requests_and_a_killed_daemon"
+ENDS: Final = (
+    "test_configurations.py::test_memory_of_the_engine_outlives_the_daemon_and_servers_end_without_the_daemons"
+)
+
+
+def _configured(value: Callable[[str], str]) -> dict[str, list[str]]:
+    """Return the first configuration of both sides alike with each value of an axis."""
+    return {value(name): [f"{CONFIGURED}[{name}]"] for name in reversed(CONFIGURATIONS)}
+
+
+def _ranks(name: str) -> str:
+    options = [*CONFIGURATIONS[name].options]
+    ranks = options[options.index("--tp") + 1] if "--tp" in options else "1"
+    return f"{ranks} to {ranks}"
+
+
+def _between(what: str) -> dict[str, list[str]]:
+    """Return the pairs whose sides split the model unequally, by ranks (TP) or stages (PP)."""
+    return {name.removeprefix(f"{what} "): [f"{BETWEEN}[{name}]"] for name in PAIRS if name.startswith(what)}
+
+
+def _ascend() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, test in SERVED.items():
+        file, _, function = test.partition(".")
+        found.setdefault(f"`{ASCEND[name].kind.__name__}`", []).append(f"npu/{file}.py::{function}")
+    return found
+
+
+PAIR: Final = "test_pair.py::test_tokens_are_those_of_a_plain_server"
+AXES: Final[Mapping[str, Mapping[str, list[str] | str]]] = {
+    "KV pool": {
+        **_configured(lambda name: f"`{CLASSES[CONFIGURATIONS[name].model]}`"),
+        f"`{pools.WINDOWS}`": ["test_hybrids.py::test_windows"],
+        f"`{pools.STATES}`": ["test_hybrids.py::test_states"],
+        **_ascend(),
+        f"`{pools.SPARSE}`": "none: SGLang's indexer is of operators that are not simulated",
+    },
+    "draft": {"none": [PAIR], **{f"at {name}": [f"{DRAFTS}[{name}]"] for name in SIDES_THAT_DRAFT}},
+    "ranks (TP)": {"1 to 1": [PAIR], **_configured(_ranks), **_between("TP")},
+    "stages (PP)": {"1 to 1": [PAIR], **_between("PP")},
+    "tokens of a page": _configured(lambda name: str(CONFIGURATIONS[name].page_size)),
+    "chunks of a prompt": {"one, and several": [PAIR], "layer by layer, from an NPU": [THREE_HUNDRED]},
+    "prefix in a cache": {
+        "of prefill": ["test_pair.py::test_decode_computes_with_the_pages_that_prefill_has_in_the_daemon"],
+        "of decode, too": ["test_configurations.py::test_prefixes_kept_by_decode"],
+    },
+    "retraction": {
+        "into the host tier": ["test_long_runs.py::test_tokens_stay_those_of_a_plain_server"],
+        "the same with windows and states": [
+            "test_configurations.py::test_windows_and_states_come_back_from_the_host_tier"
+        ],
+        "the same from an NPU": [
+            "npu/test_ascend_configurations.py::test_latent_attention_in_chunks_and_retracted_requests"
+        ],
+        "into SGLang's own tensors": [
+            "test_configurations.py::test_without_a_tier_sglang_copies_retracted_requests_by_itself"
+        ],
+    },
+    "memory on the host": {memory: [f"{ENDS}[{memory}]"] for memory in get_args(Memory)},
+    "memory on an NPU": {memory: [f"{THREE_HUNDRED}[{memory}]"] for memory in get_args(Memory)},
+    "hosts": {"one": [PAIR], "two": ["test_configurations.py::test_two_daemons_on_two_hosts"]},
+}
+"""What pairs of servers differ in: each value with the tests that have it, or why there is none."""
+
+SAME: Final = {
+    pools.WINDOWS: "mha",
+    pools.STATES: "mha",
+    "NPUMHATokenToKVPool": "mha",
+    "NPUMLATokenToKVPool": "mla",
+    pools.SPARSE: "mha",
+}
+"""Pools whose layers and heads the daemon pairs as those of another kind, whatever the device."""
+
+
+def with_tables(text: str) -> str:
+    rows = {"axes": _axes, "topologies": _topologies, "states": _states}
+    return TABLE.sub(lambda found: f"{found[1]}{chr(10).join(rows[found[2]]())}\n{found[3]}", text)
+
+
+def _axes() -> Iterator[str]:
+    yield _row("axis", "value", "a pair of servers")
+    yield "|---|---|---|"
+    for axis, values in AXES.items():
+        for value, tests in values.items():
+            yield _row(axis, value, tests if isinstance(tests, str) else ", ".join(f"`{test}`" for test in tests))
+
+
+def _topologies() -> Iterator[str]:
+    kinds = get_args(Kind)
+    yield _row("prefill to decode", *kinds, *(f"`{name}`" for name in SAME))
+    yield _row(*["---"] * (1 + len(kinds) + len(SAME))).replace(" ", "")
+    for name in TOPOLOGIES:
+        yield _row(name, *["tested"] * len(kinds), *(_same(pool, kind, name) for pool, kind in SAME.items()))
+
+
+def _same(pool: str, kind: str, name: str) -> str:
+    unequal = TOPOLOGIES[name].prefill.tp != TOPOLOGIES[name].decode.tp
+    return "not tried" if pool == pools.SPARSE and unequal else f"as {kind}"
+
+
+def _states() -> Iterator[str]:
+    yield _row("SGLang's state type", "component", "what the daemon's pools do not have")
+    yield "|---|---|---|"
+    for kind, component in carried.COMPONENTS.items():
+        yield _row(f"`{kind.value}`", f"`{component}`", "")
+    for name, missing in carried.MISSING.items():
+        yield _row(f"`{name}`", "refused", missing)
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |".replace("|  |", "| |")
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(with_tables(DOCUMENT.read_text()))
