@@ -60,6 +60,8 @@ MAKERS: Final[dict[str, Callable[[], Any]]] = {
     "conv": conv_only,
     "ssm": ssm_only,
 }
+WITH_STATES: Final = tuple(MAKERS)
+"""Whose states have pages or slots of their own; an index is on the prompt's."""
 if ON != "cpu":
     MAKERS["sparse"] = sparse_pool
 SHAPES: Final = ("0",) if ON == "cpu" else ("0", "1")
@@ -228,21 +230,19 @@ def test_pages_go_while_later_layers_are_computed(both: Halves) -> None:
     assert equal(pages_of(both, states.component, ids[1]), pages_of(both, states.component, ids[0]))
 
 
+@pytest.mark.parametrize("both", WITH_STATES, indirect=True)
 def test_padding_is_not_part_of_it(both: Halves) -> None:
     """SGLang hands out slots from 1 on, and so it does pages."""
-    if states_of(both).component == "main":
-        pytest.skip("an index is on the prompt's own pages")
     states = states_of(both)
     sender, receiver = sent(both, [np.array([0])] * len(states.source), states.destination)
     assert both_failed(sender, receiver)
     assert "PAGE_OUT_OF_RANGE" in reason(sender)
 
 
+@pytest.mark.parametrize("both", WITH_STATES, indirect=True)
 @pytest.mark.parametrize("side", ["source", "destination"])
 def test_the_last_slot_is_one_and_the_next_is_none(both: Halves, side: str) -> None:
     component = states_of(both).component
-    if component == "main":
-        pytest.skip("an index is on the prompt's own pages")
     last = {"swa": WINDOW_TOKENS // PAGE, "mamba": SLOTS}[component]
 
     def ends(slot: int) -> list[list[Any]]:
