@@ -80,21 +80,6 @@ class Sources(NamedTuple):
     misfit: str = ""
 
 
-def ranks_with_heads(rank: int, size: int, prefill_size: int) -> tuple[range, int]:
-    """Return which of prefill's tensor-parallel ranks have a decode rank's heads, and how many of decode each fills.
-
-    Both sides split the heads evenly and in order; where there are fewer heads than ranks, or one latent for all,
-    neighbours have the same.
-    """
-    if prefill_size % size == 0:
-        each = prefill_size // size
-        return range(rank * each, (rank + 1) * each), 1
-    if size % prefill_size == 0:
-        each = size // prefill_size
-        return range(rank // each, rank // each + 1), each
-    return range(prefill_size), size
-
-
 def misfit_of(stages: Sequence[PrefillRank], wanted: Sequence[int]) -> str:
     """Return which of a decode rank's layers not one stage of one of prefill's ranks has, in words; else empty."""
     times = Counter(itertools.chain.from_iterable(one.layers for one in stages))

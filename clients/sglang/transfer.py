@@ -52,10 +52,10 @@ from kvferry.clients.sglang.bootstrap import (
     PrefillRanks,
     Sources,
     misfit_of,
-    ranks_with_heads,
     request_id,
 )
 from kvferry.clients.sglang.carried import check_carried, state_lists
+from kvferry.pools.planning.geometry import ranks_with_heads
 from kvferry.protocol.errors import (
     InvalidFieldError,
     KvferryError,

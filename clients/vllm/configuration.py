@@ -84,7 +84,12 @@ class Configuration(NamedTuple):
 
     def pool_of(self, rank: int) -> str:
         """Return the name of a rank's pool."""
-        return self.pool if self.ranks == 1 else f"{self.pool}-tp{rank}"
+        return pool_of(self.pool, self.ranks, rank)
+
+
+def pool_of(pool: str, ranks: int, rank: int) -> str:
+    """Return the name of the pool of a rank of so many, of an engine whose pools have this name."""
+    return pool if ranks == 1 else f"{pool}-tp{rank}"
 
 
 def configuration_of(vllm_config: VllmConfig) -> Configuration:

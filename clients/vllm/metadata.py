@@ -10,9 +10,11 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from kvferry.clients.places import DaemonPlace
-from kvferry.protocol.ids import PeerAddress
+from kvferry.clients.vllm.configuration import pool_of
+from kvferry.pools.planning.geometry import ranks_with_heads
+from kvferry.protocol.ids import PeerAddress, PoolName
 
-HANDSHAKE = 2
+HANDSHAKE = 3
 """Of what prefill says to decode; another number is refused."""
 
 MOST_RANKS = 1024
@@ -29,6 +31,8 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         transfer_id: by which both sides know the request; prefill makes one where the router gives none.
         remote_place: where prefill's daemon is; absent: the same daemon as here, or one of ``remote_daemons``.
         remote_daemons: addresses of prefill's daemon, from a router that asks both sides at once.
+        remote_pool: the name of prefill's pools, without ranks; absent where the router gave the ``transfer_id``: then
+            each rank of decode takes the part of its like.
         remote_tp_size: prefill's ranks.
         remote_engine_id: for logs.
         handshake: the version of what prefill says.
@@ -39,9 +43,35 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     transfer_id: TransferId | None = None
     remote_place: DaemonPlace | None = None
     remote_daemons: Annotated[tuple[PeerAddress, ...], msgspec.Meta(max_length=8)] | None = None
+    remote_pool: PoolName | None = None
     remote_tp_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)] | None = None
     remote_engine_id: str | None = None
     handshake: int = HANDSHAKE
+
+    def parts(self, ranks: int) -> tuple[Part, ...]:
+        """Return what each of so many ranks of decode takes."""
+        ids = request_ids(self.transfer_id or "", ranks, together=self.remote_pool is not None)
+        if self.remote_pool is None or self.remote_tp_size is None:
+            return tuple(map(Part, ids))
+        parts = []
+        for rank, one in enumerate(ids):
+            theirs, each = ranks_with_heads(rank, ranks, self.remote_tp_size)
+            parts.append(Part(one, tuple(pool_of(self.remote_pool, self.remote_tp_size, its) for its in theirs), each))
+        return tuple(parts)
+
+
+class Part(NamedTuple):
+    """What a rank of decode takes of a prompt.
+
+    Attributes:
+        request_id: the daemon's.
+        pools: prefill's that have its heads; none: one pool sends under this id.
+        destinations: how many ranks of decode each of them fills.
+    """
+
+    request_id: str
+    pools: tuple[str, ...] = ()
+    destinations: int = 1
 
 
 class Blocks(NamedTuple):
@@ -61,12 +91,12 @@ class Load(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Receive a prompt's blocks; ``refused``: it is not begun, and why."""
+    """Receive a prompt's blocks; ``parts``: of each rank; ``refused``: it is not begun, and why."""
 
     request: str
     blocks: Blocks
     tokens: int
-    transfer: str
+    parts: tuple[Part, ...]
     sources: tuple[str, ...]
     prompt: bytes
     refused: str = ""
@@ -83,12 +113,12 @@ class Store(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Send blocks of a prompt; ``tokens`` are those in these blocks."""
+    """Send blocks of a prompt; ``tokens`` are those in these blocks, ``ids`` the daemon's of each rank's part."""
 
     request: str
     blocks: Blocks
     tokens: int
-    transfer: str
+    ids: tuple[str, ...]
     is_last: bool
     prompt: bytes
 
@@ -125,6 +155,12 @@ def joined_chunks(first: Send, second: Send) -> Send:
     return second._replace(blocks=blocks, tokens=first.tokens + second.tokens)
 
 
-def request_id(transfer: str, rank: int) -> str:
-    """Return the daemon's id of a rank's part of a transfer: both sides make it so."""
-    return hashlib.blake2b(f"{transfer}/{rank}".encode(), digest_size=16).hexdigest()
+def request_ids(transfer: str, ranks: int, *, together: bool) -> tuple[str, ...]:
+    """Return the daemon's ids of each rank's part of a transfer, as both sides make them.
+
+    ``together``: all parts have one, since decode knows prefill's pools by their names.
+    """
+    return tuple(
+        hashlib.blake2b(f"{transfer}/{'all' if together else rank}".encode(), digest_size=16).hexdigest()
+        for rank in range(ranks)
+    )

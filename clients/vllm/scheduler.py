@@ -37,7 +37,7 @@ from kvferry.clients.vllm.metadata import (
     Send,
     StepWork,
     Store,
-    request_id,
+    request_ids,
 )
 from kvferry.protocol.errors import DeadlineError, InvalidFieldError
 from kvferry.protocol.session_messages import Status
@@ -417,10 +417,14 @@ class Scheduler:
                 f"prefill has another version of the connector (handshake {handoff.handshake}, {HANDSHAKE} here)",
                 field="handshake",
             )
-        if handoff.remote_tp_size not in {None, told.ranks}:
+        if handoff.remote_pool is not None and handoff.remote_tp_size is None:
             raise InvalidFieldError(
-                f"prefill has {handoff.remote_tp_size} ranks of tensor parallelism, this engine {told.ranks}: unequal "
-                "ones are not carried yet",
+                "missing: pass on all kv_transfer_params of prefill's answer", field="remote_tp_size"
+            )
+        if handoff.remote_pool is None and handoff.remote_tp_size not in {None, told.ranks}:
+            raise InvalidFieldError(
+                f"prefill has {handoff.remote_tp_size} ranks of tensor parallelism, this engine {told.ranks}: where "
+                "they differ, ask prefill first, without a transfer_id, and pass on its answer",
                 field="remote_tp_size",
             )
 
@@ -435,6 +439,8 @@ class Scheduler:
             "remote_tp_size": self._told.ranks,
             "handshake": HANDSHAKE,
         }
+        if not _is_given(known):
+            said["remote_pool"] = self._told.pool
         if place is not None:
             said["remote_place"] = msgspec.to_builtins(place)
         return said
@@ -490,7 +496,7 @@ class Scheduler:
                 request=request.request_id,
                 blocks=Blocks(known.blocks[first:stop], first),
                 tokens=request.num_prompt_tokens - first * self._block_size,
-                transfer="" if known.refused else handoff.transfer_id or "",
+                parts=() if known.refused else handoff.parts(self._told.ranks),
                 sources=sources,
                 prompt=known.prompt,
                 refused=known.refused,
@@ -508,7 +514,7 @@ class Scheduler:
         blocks = Blocks(known.blocks[known.sent : stop], known.sent)
         count = min(prompt, stop * self._block_size) - known.sent * self._block_size
         content = os.urandom(HASH_BYTES) if self._is_mixed(known) else known.prompt  # nobody's
-        work.sends.append(Send(request.request_id, blocks, count, known.transfer, known.is_sent, content))
+        work.sends.append(Send(request.request_id, blocks, count, self._sent_ids(known), known.is_sent, content))
         if not known.sent:
             known.boot_id = self._engine.boot_id
         known.sent, known.is_read = stop, True
@@ -522,18 +528,23 @@ class Scheduler:
         except KvferryError:
             daemons = ()
         ranks = handoff.remote_tp_size or self._told.ranks
-        self._say_abandoned(handoff.transfer_id, "receive", daemons, ranks)
+        ids = request_ids(handoff.transfer_id, ranks, together=handoff.remote_pool is not None)
+        self._say_abandoned(ids, "receive", daemons)
 
     def _abandon_sending(self, known: Known) -> None:
         """Tell decode that a prompt does not come."""
         handoff = known.handoff
         if handoff is not None and handoff.transfer_id:  # else nobody else knows of it
-            self._say_abandoned(handoff.transfer_id, "send", handoff.remote_daemons or (), self._told.ranks)
+            self._say_abandoned(self._sent_ids(known), "send", handoff.remote_daemons or ())
 
-    def _say_abandoned(self, transfer: str, direction: Direction, daemons: Sequence[str], ranks: int) -> None:
-        for rank in range(ranks):
+    def _sent_ids(self, known: Known) -> tuple[str, ...]:
+        """Return the daemon's ids of each rank's part of a prompt that is sent."""
+        return request_ids(known.transfer, self._told.ranks, together=not _is_given(known))
+
+    def _say_abandoned(self, ids: Iterable[str], direction: Direction, daemons: Sequence[str]) -> None:
+        for one in dict.fromkeys(ids):
             body = Abandon(
-                request_id=request_id(transfer, rank),
+                request_id=one,
                 direction=direction,
                 daemons=tuple(daemons),
                 reason="the other server gave the request up",
@@ -546,9 +557,8 @@ class Scheduler:
             return
         self._give_back(known)
         if known.transfer and known.sent:
-            given = known.handoff is not None and known.handoff.transfer_id
             # Who waits under a given id has been told of the end; else nobody knows of it yet, and another one will do.
-            known.transfer = "" if given else new_request_id()
+            known.transfer = "" if _is_given(known) else new_request_id()
         known.sent, known.is_sent = 0, False
 
     # -- what KV depends on
@@ -706,6 +716,11 @@ class Scheduler:
         known.stored, known.is_read = stop, True
         if self._events is not None:
             self._events.stores(self._stores, known.request, names[first:stop], first)
+
+
+def _is_given(known: Known) -> bool:
+    """Return whether a router has given the id under which a prompt is sent: decode may wait, knowing no pools."""
+    return known.handoff is not None and bool(known.handoff.transfer_id)
 
 
 def _handoff_of(params: dict[str, Any]) -> Handoff:

@@ -20,7 +20,7 @@ from kvferry.clients.batch import Batch
 from kvferry.clients.calls import asked
 from kvferry.clients.layers import LAYERED_BYTES
 from kvferry.clients.vllm.layers import NamedLayers
-from kvferry.clients.vllm.metadata import Load, Receive, Send, StepWork, Store, joined_chunks, request_id
+from kvferry.clients.vllm.metadata import Load, Receive, Send, StepWork, Store, joined_chunks
 from kvferry.clients.vllm.metrics import Kind, Moved
 from kvferry.protocol.errors import (
     CancelledError,
@@ -70,7 +70,7 @@ class Sending:
     """A prompt's blocks that are sent, chunk by chunk, as one transfer: until it is over they may not be written.
 
     Attributes:
-        transfer: the id that both sides know.
+        request_id: the daemon's.
         began_s: when the first chunk was filled.
         work: the latest chunk's, which tells of the transfer; None: the daemon was not asked yet, or had no room.
         earlier: those of the chunks before, each of which may be refused.
@@ -82,8 +82,8 @@ class Sending:
         error: why it goes no further.
     """
 
-    def __init__(self, transfer: str, error: KvferryError | None = None) -> None:
-        self.transfer = transfer
+    def __init__(self, request_id: str, error: KvferryError | None = None) -> None:
+        self.request_id = request_id
         self.began_s = time.monotonic()
         self.work: Transfer | None = None
         self.earlier: list[Transfer] = []
@@ -303,10 +303,11 @@ class Worker:
         """Return the transfer that a chunk belongs to; one that another request has does not take it."""
         if one.request not in self._sends:
             error = None
-            if any(other.transfer == one.transfer for other in self._sends.values()):
+            sent_as = one.ids[self._rank]
+            if any(other.request_id == sent_as for other in self._sends.values()):
                 error = TransferExistsError("another request is sent under this id", field="transfer_id")
                 self._failed("send", error, one.request)
-            self._sends[one.request] = Sending(one.transfer, error)
+            self._sends[one.request] = Sending(sent_as, error)
         return self._sends[one.request]
 
     def _due(self) -> list[Send]:
@@ -316,14 +317,14 @@ class Worker:
 
     def _refused(self, work: StepWork) -> dict[str, KvferryError]:
         """Return the loads and receives of a step that are not begun, and why."""
-        live = {one.asked.transfer for one in self._writes.values() if isinstance(one.asked, Receive)}
+        live = {one.asked.parts for one in self._writes.values() if isinstance(one.asked, Receive)}
         refused: dict[str, KvferryError] = {}
         for one in work.receives:
             if one.refused:
                 refused[one.request] = InvalidFieldError(one.refused, field="kv_transfer_params")
-            elif one.transfer in live:
+            elif one.parts in live:
                 refused[one.request] = TransferExistsError("another request takes this one", field="transfer_id")
-            live.add(one.transfer)
+            live.add(one.parts)
         return refused | {request: CancelledError("the request was aborted") for request in work.aborted}
 
     def _go_on(self) -> None:
@@ -371,7 +372,7 @@ class Worker:
             one.fail(error)
             self._failed("send", error, request)
             if work.accepted is None or isinstance(error, StaleBootError | DaemonLostError):
-                self._say_abandoned(one.transfer, "send", ())
+                self._say_abandoned(one.request_id, "send", ())
             else:
                 self._cancel(request)
 
@@ -420,7 +421,7 @@ class Worker:
             sending.begun(one, work, generation)
         elif sending.may_go(generation):
             sending.fail(DaemonLostError("the daemon is away"))
-            self._say_abandoned(sending.transfer, "send", ())
+            self._say_abandoned(sending.request_id, "send", ())
             self._cancel(one.request)
 
     def _begin_write(self, step: Batch, one: Load | Receive) -> Transfer | TierOperation:
@@ -434,10 +435,13 @@ class Worker:
                 deadline_s=self._settings.cache_s,
             )
         lists = [pages(np.array(one.blocks.ids), first_page=one.blocks.first, tokens=one.tokens)]
+        part = one.parts[self._rank]
         return step.receive(
             self._pool,
-            request_id(one.transfer, self._rank),
+            part.request_id,
             lists,
+            sources=part.pools or 1,
+            destinations=part.destinations,
             source_daemons=one.sources,
             deadline_s=self._settings.receive_s,
         )
@@ -448,7 +452,7 @@ class Worker:
             return step.store(self._pool, one.names, ids, parent=one.parent, deadline_s=self._settings.cache_s)
         return step.send(
             self._pool,
-            request_id(one.transfer, self._rank),
+            one.ids[self._rank],
             [pages(ids, first_page=one.blocks.first, tokens=one.tokens)] if one.blocks.ids else [],
             payload=one.prompt if one.is_last else b"",
             last=one.is_last,
@@ -481,7 +485,7 @@ class Worker:
             self._writes[request] = write._replace(refused=CancelledError("the request was aborted"))
         if sending is not None and sending.error is None and (sending.work is None or _has_no_room(sending.work)):
             sending.fail(CancelledError("the request was aborted"))
-            self._say_abandoned(sending.transfer, "send", ())
+            self._say_abandoned(sending.request_id, "send", ())
         for work in (write and write.work, sending and sending.work):
             if isinstance(work, Transfer) and work.finished is None and not work.is_settled:
                 key = work.key
@@ -493,10 +497,10 @@ class Worker:
                 continue
             self._cancelled[request] = time.monotonic() + CANCEL_AGAIN_S
 
-    def _say_abandoned(self, transfer: str, direction: Direction, daemons: Sequence[str]) -> None:
+    def _say_abandoned(self, request_id: str, direction: Direction, daemons: Sequence[str]) -> None:
         """Tell the other side that this one does not come."""
         body = Abandon(
-            request_id=request_id(transfer, self._rank),
+            request_id=request_id,
             direction=direction,
             daemons=tuple(daemons),
             reason="the other server could not",
@@ -557,8 +561,8 @@ class Worker:
         never_came &= not isinstance(error, TransferExistsError)  # of which another request waits for the same
         if never_came and isinstance(one.asked, Load):
             self._engine.say(asked(Unpin(lease=one.asked.leases[self._rank])))
-        elif never_came and isinstance(one.asked, Receive) and one.asked.transfer:
-            self._say_abandoned(one.asked.transfer, "receive", one.asked.sources)
+        elif never_came and isinstance(one.asked, Receive) and one.asked.parts:
+            self._say_abandoned(one.asked.parts[self._rank].request_id, "receive", one.asked.sources)
         return True
 
     def _outcome(self, one: Write) -> tuple[Exception | None, int]:

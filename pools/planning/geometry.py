@@ -171,6 +171,21 @@ def rank_heads(total_heads: int, tp_size: int, rank: int) -> RankHeads:
     )
 
 
+def ranks_with_heads(rank: int, size: int, prefill_size: int) -> tuple[range, int]:
+    """Return which of prefill's tensor-parallel ranks have a decode rank's heads, and how many of decode each fills.
+
+    Both sides split the heads evenly and in order; where there are fewer heads than ranks, or one latent for all,
+    neighbours have the same.
+    """
+    if prefill_size % size == 0:
+        each = prefill_size // size
+        return range(rank * each, (rank + 1) * each), 1
+    if size % prefill_size == 0:
+        each = size // prefill_size
+        return range(rank // each, rank // each + 1), each
+    return range(prefill_size), size
+
+
 def intersect(one: Heads, other: Heads) -> Heads | None:
     """Return the heads in both, or None if there are none."""
     start, stop = max(one.start, other.start), min(one.stop, other.stop)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.planning.geometry import DTYPE_BYTES, RankHeads, dtype_bytes, intersect, rank_heads
+from kvferry.pools.planning.geometry import (
+    DTYPE_BYTES,
+    RankHeads,
+    dtype_bytes,
+    intersect,
+    rank_heads,
+    ranks_with_heads,
+)
 from kvferry.pools.planning.page_ids import coalesce
 from kvferry.pools.planning.pairing import (
     MUST_AGREE,
@@ -273,6 +282,27 @@ def test_ranks_tile_the_heads_or_every_head_has_as_many_ranks(drawn: tuple[int, 
     held = [rank_heads(heads, heads * replicas, rank) for rank in range(heads * replicas)]
     assert [one.start for one in held] == [head for head in range(heads) for _ in range(replicas)]
     assert {(one.count, one.replicas) for one in held} == {(1, replicas)}
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8, 12])
+def test_each_rank_of_decode_takes_the_ranks_that_have_its_heads(heads: int) -> None:
+    def has(size: int, rank: int) -> set[int]:
+        mine = rank_heads(heads, size, rank)
+        return set(range(mine.start, mine.start + mine.count))
+
+    sizes = [one for one in (1, 2, 3, 4, 6, 8, 16, 24) if heads % one == 0 or one % heads == 0]
+    for prefill, decode in itertools.product(sizes, sizes):
+        fills: Counter[int] = Counter()
+        said = set()
+        for rank in range(decode):
+            numbers, each = ranks_with_heads(rank, decode, prefill)
+            assert set().union(*(has(prefill, number) for number in numbers)) >= has(decode, rank)
+            fills.update(numbers)
+            said.add(each)
+            assert len(numbers) == max(1, prefill // decode) or prefill % decode
+            assert each == max(1, decode // prefill) or decode % prefill
+        assert set(fills) == set(range(prefill)), "each one is taken"
+        assert set(fills.values()) == said
 
 
 GOLDEN: Final[dict[str, list[dict[str, Any]]]] = json.loads(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
 from kvferry.clients import Client
 from kvferry.clients.sglang import bootstrap, transfer
-from kvferry.pools.planning.geometry import rank_heads
 from tests.kit.daemons import Daemon, soon
 from tests.kit.folders import TINY_MHA
 from tests.kit.servers import AT_ONCE, LENGTHS, SIDES, Side, free_ports
@@ -324,27 +322,6 @@ def test_each_replica_serves_the_rank_of_decode_beside_it(kept_daemon: Daemon, n
             rank.write(Content(content + rank.tp_rank))
         both.transfer()
         assert all(rank.has(Content(content + rank.tp_rank)) for rank in both.decode)
-
-
-@pytest.mark.parametrize("heads", [1, 2, 4, 8, 12])
-def test_each_rank_of_decode_takes_the_ranks_that_have_its_heads(heads: int) -> None:
-    def has(size: int, rank: int) -> set[int]:
-        mine = rank_heads(heads, size, rank)
-        return set(range(mine.start, mine.start + mine.count))
-
-    sizes = [one for one in (1, 2, 3, 4, 6, 8, 16, 24) if heads % one == 0 or one % heads == 0]
-    for prefill, decode in itertools.product(sizes, sizes):
-        fills: Counter[int] = Counter()
-        said = set()
-        for rank in range(decode):
-            numbers, each = bootstrap.ranks_with_heads(rank, decode, prefill)
-            assert set().union(*(has(prefill, number) for number in numbers)) >= has(decode, rank)
-            fills.update(numbers)
-            said.add(each)
-            assert len(numbers) == max(1, prefill // decode) or prefill % decode
-            assert each == max(1, decode // prefill) or decode % prefill
-        assert set(fills) == set(range(prefill)), "each one is taken"
-        assert set(fills.values()) == said
 
 
 @pytest.mark.parametrize(

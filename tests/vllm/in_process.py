@@ -680,6 +680,8 @@ class Pair(NamedTuple):
     client: Client
     other: Client
     """Of decode's daemon; mostly the same one."""
+    ranks: int
+    """Of decode."""
 
     def prefilled(self, *prompts: tuple[int, ...]) -> list[dict[str, Any]]:
         """Have prompts prefilled, and return what the answers say to decode."""
@@ -690,7 +692,7 @@ class Pair(NamedTuple):
     def handed_on(self, *prompts: tuple[int, ...]) -> list[list[int]]:
         """Have prompts prefilled first, and then decoded; return the tokens. Each must arrive, at each rank."""
         params = self.prefilled(*prompts)
-        with self.counts("transfers.receive.ok", sum(one["remote_tp_size"] for one in params)):
+        with self.counts("transfers.receive.ok", self.ranks * len(prompts)):
             answers = self.decode.ask(*(Asked(one, params=said) for one, said in zip(prompts, params, strict=True)))
         return [one.tokens for one in answers]
 
@@ -734,6 +736,13 @@ class Pair(NamedTuple):
         for client in (self.client, self.other):
             assert soon(partial(_is_idle, client)), client.status().transfers
 
+    def assert_abort_is_heard(self, one: tuple[int, ...]) -> None:
+        """Assert that prefill gets its blocks back where decode gives a prompt up that it has been told of."""
+        (params,) = self.prefilled(one)
+        with by_hand(self.decode):
+            self.decode.call(aborted, self.decode.add(Asked(one, params=params)))
+        self.assert_nothing_left()
+
 
 def _is_idle(client: Client) -> bool:
     return not client.status().transfers
@@ -768,9 +777,10 @@ def running_pair(
         first = {"runtime_dir": str(here), "pool": f"{name}-prefill", "cache": False, **(prefill or {})}
         one = stack.enter_context(engine(folder, first, **common))
         second = {"runtime_dir": str(there), "pool": f"{name}-decode", "cache": False, **(decode or {})}
-        other = stack.enter_context(engine(folder, second, **{"role": "kv_consumer", **both, **(decode_options or {})}))
-        clients = [stack.enter_context(contextlib.closing(Client.connect(path))) for path in (here, there)]
-        yield Pair(one, other, *clients)
+        told: dict[str, Any] = {"role": "kv_consumer", **both, **(decode_options or {})}
+        other = stack.enter_context(engine(folder, second, **told))
+        client, far = (stack.enter_context(contextlib.closing(Client.connect(path))) for path in (here, there))
+        yield Pair(one, other, client, far, told.get("tensor_parallel_size", 1))
 
 
 def through_router(answer: Answer) -> dict[str, Any]:

@@ -210,8 +210,10 @@ PLACE: Final = {"host": "elsewhere", "place": "", "daemons": ["ipc:///elsewhere.
 WRONG: Final[dict[str, dict[str, Any]]] = {
     "[transfer_id]: missing": {"transfer_id": None},
     "[kv_transfer_params]: Expected `str` of length <= 256 - at `$.transfer_id`": {"transfer_id": "x" * 300},
-    "[handshake]: prefill has another version": {"handshake": 3},
-    "[remote_tp_size]: prefill has 2 ranks": {"remote_tp_size": 2},
+    "[handshake]: prefill has another version": {"handshake": 2},
+    "[remote_tp_size]: prefill has 2 ranks of tensor parallelism, this engine 1": {"remote_tp_size": 2},
+    "[remote_tp_size]: missing": {"remote_pool": "prefill"},
+    " - at `$.remote_pool`": {"remote_pool": "a/b"},
     "[kv_transfer_params]: Expected `int` >= 1 - at `$.remote_tp_size`": {"remote_tp_size": 0},
     "[kv_transfer_params]: Object missing required field `place`": {"remote_place": {"host": "elsewhere"}},
     "[peers.listen]: the daemon of the engine at elsewhere has no address": {"remote_place": PLACE},
@@ -227,7 +229,7 @@ def test_wrong_parameters_are_named_and_the_prompt_computed(pair: Pair, plain: P
     good = {"do_remote_prefill": True, "transfer_id": "never"}
     prompts = [prompt(40, seed=80 + number) for number in range(len(WRONG) + 1)]
     (params,) = pair.prefilled(prompts[-1])
-    said = [*({**good, **wrong} for wrong in WRONG.values()), {**params, "handshake": 3}]
+    said = [*({**good, **wrong} for wrong in WRONG.values()), {**params, "handshake": 2}]
     answers = pair.decode.ask(*(Asked(one, params=each) for one, each in zip(prompts, said, strict=True)))
     assert [one.tokens for one in answers] == plain.tokens(*prompts)
     log = "\n".join(pair.decode.log())
@@ -338,7 +340,7 @@ def test_both_roles_with_the_prefix_cache(kept_daemon: Daemon, plain: Plain, tmp
     one, other = prompt(200, seed=400), prompt(200, seed=401)
     options: dict[str, Any] = {"prefill": settings, "decode": settings, "role": "kv_both"}
     with running_pair(tmp_path, kept_daemon.runtime_dir, max_num_batched_tokens=CHUNK, **options) as pair:
-        turned = Pair(pair.decode, pair.prefill, pair.other, pair.client)
+        turned = Pair(pair.decode, pair.prefill, pair.other, pair.client, ranks=1)
         assert pair.handed_on(one) + turned.handed_on(other) == plain.tokens(one, other)
         for engine in (pair.prefill, pair.decode):
             assert [answer.tokens for answer in engine.ask(Asked(one), Asked(other))] == plain.tokens(one, other)

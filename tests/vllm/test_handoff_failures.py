@@ -1,4 +1,4 @@
-"""Prompts that do not arrive, whose requests are computed or fail alone; and those of ranks, daemons and hosts."""
+"""Prompts that do not arrive, whose requests are computed or fail alone; and those of several daemons and hosts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from examples.demo.hosts import check_hosts_possible, hosts
 from kvferry.clients import Client
 from tests import kit
 from tests.kit.daemons import Daemon, soon
-from tests.kit.folders import SMOLLM2, TINY_GQA, TINY_MHA
+from tests.kit.folders import SMOLLM2, TINY_MHA
 from tests.vllm.in_process import (
     CHUNK,
     HOST_TIER,
@@ -21,7 +21,6 @@ from tests.vllm.in_process import (
     Asked,
     Pair,
     Plain,
-    aborted,
     both_given,
     by_hand,
     engine,
@@ -45,7 +44,7 @@ def test_policy_fail_fails_that_request_alone(kept_daemon: Daemon, plain: Plain,
     prompts = [prompt(100, seed=number) for number in range(3)]
     want = plain.tokens(*prompts, model=TINY_MHA)
     with engine(tmp_path, told, role="kv_consumer", policy="fail", model=TINY_MHA) as decode:
-        refused = {"do_remote_prefill": True, "transfer_id": "refused", "handshake": 3}
+        refused = {"do_remote_prefill": True, "transfer_id": "refused", "handshake": 2}
         late = {"do_remote_prefill": True, "transfer_id": "never comes"}
         said = zip(prompts, (refused, late, None), strict=True)
         answers = decode.ask(*(Asked(one, params=params) for one, params in said))
@@ -162,52 +161,16 @@ def test_the_daemon_is_killed_between_two_layers(plain: Plain, tmp_path: Path) -
             assert [answer.tokens, *again.handed_on(prompts[1])] == plain.tokens(*prompts)
 
 
-# -- two ranks, two daemons, two hosts
+# -- two daemons, two hosts
 
 PROMPTS: Final = [prompt(length, seed) for seed, length in enumerate((1, BLOCK, BLOCK + 1, 300))]
-HALVED: Final = [prompt(5 * CHUNK, seed) for seed in (10, 11, 12)]
-TWO_RANKS: Final[dict[str, Any]] = {
-    "model": TINY_GQA,
-    "tensor_parallel_size": 2,
-    "distributed_executor_backend": "mp",
-}
+HALVED: Final = [prompt(5 * CHUNK, seed) for seed in (10, 11)]
 PEERS: Final = """
 [peers]
 listen = "tcp://{address}:7801"
 [network]
 transport = "mooncake"
 """
-
-
-def test_two_ranks(kept_daemon: Daemon, tmp_path: Path) -> None:
-    """Prompts arrive whichever side comes first, and after an abort; the sums of ranks are others than one rank's."""
-    with engine(tmp_path, enable_prefix_caching=False, **TWO_RANKS) as alone:
-        want = [one.tokens for one in alone.ask(*(Asked(one) for one in (*PROMPTS, *HALVED[:2])))]
-    with running_pair(tmp_path, kept_daemon.runtime_dir, prefill=NEVER, decode=NEVER, **TWO_RANKS) as pair:
-        tokens = pair.handed_on(*PROMPTS)
-        for one, is_aborted in zip(HALVED[:2], (False, True), strict=True):
-            to_prefill, to_decode = both_given()
-            name = pair.decode.add(Asked(one, params=to_decode))
-            assert soon(lambda: pair.receives() == 2)
-            with by_hand(pair.prefill), pair.counts("transfers.receive.ok", 0 if is_aborted else 2):
-                other = pair.half_prefilled(one, to_prefill)
-                if is_aborted:
-                    pair.prefill.call(aborted, other)
-                    pair.prefill.drain()
-                else:
-                    pair.prefill.wait(other)
-                tokens += [answer.tokens for answer in pair.decode.wait(name)]
-        assert tokens == want
-        assert_abort_is_heard(pair, HALVED[2])
-        assert sum(one.pool.endswith(("-tp0", "-tp1")) for one in pair.client.status().pools) == 4
-
-
-def assert_abort_is_heard(pair: Pair, one: tuple[int, ...]) -> None:
-    """Check that prefill gets its blocks back where decode gives a prompt up that it has been told of."""
-    (params,) = pair.prefilled(one)
-    with by_hand(pair.decode):
-        pair.decode.call(aborted, pair.decode.add(Asked(one, params=params)))
-    pair.assert_nothing_left()
 
 
 @pytest.mark.parametrize("memory", ["of one host", "owned", "registered", "staged"])
@@ -232,7 +195,7 @@ def test_two_daemons(plain: Plain, tmp_path: Path, require: Callable[[object, st
         dirs = [one.runtime_dir for one in daemons]
         pair = stack.enter_context(running_pair(tmp_path, dirs, model=TINY_MHA, **options))
         assert pair.handed_on(*PROMPTS) == plain.tokens(*PROMPTS, model=TINY_MHA)
-        assert_abort_is_heard(pair, HALVED[0])
+        pair.assert_abort_is_heard(HALVED[0])
         to_prefill, to_decode = both_given()
         with pair.counts("transfers.receive.ok", 1):
             told = {**to_decode, "remote_daemons": list(pair.client.status().addresses)[-1:]}
