@@ -35,13 +35,14 @@ if TYPE_CHECKING:
     from kvferry.protocol.errors import KvferryError
     from kvferry.protocol.ids import ModelIdentity, new_request_id
     from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec
-    from kvferry.protocol.tier_messages import CacheGroup
+    from kvferry.protocol.tier_messages import CacheGroup, ChainStart
 
 __all__ = [
     "AsyncClient",
     "AttachedPool",
     "BlockTableEntries",
     "CacheGroup",
+    "ChainStart",
     "Client",
     "DraftSpec",
     "EventRing",
@@ -79,7 +80,7 @@ _MODULES = {
     "kvferry.protocol.errors": ("KvferryError",),
     "kvferry.protocol.ids": ("ModelIdentity", "new_request_id"),
     "kvferry.protocol.manifests": ("DraftSpec", "HybridSwaSpec", "MambaSpec", "MhaSpec", "MlaSpec"),
-    "kvferry.protocol.tier_messages": ("CacheGroup",),
+    "kvferry.protocol.tier_messages": ("CacheGroup", "ChainStart"),
 }
 """Where each name is: the imports above, as the interpreter needs them."""
 

@@ -25,7 +25,7 @@ from kvferry.protocol.ids import MAIN
 from kvferry.protocol.limits import INT64_BYTES
 from kvferry.protocol.pool_messages import AttachPool, CreatePool, DeletePool, RegisterPool
 from kvferry.protocol.table_messages import TablesUpdated, UpdateTables
-from kvferry.protocol.tier_messages import Load, Offload, Restore, Store
+from kvferry.protocol.tier_messages import ChainStart, Load, Offload, Restore, Store
 from kvferry.protocol.transfer_messages import LayerStep, Receive, ReceiveInto, Send
 
 T = TypeVar("T")
@@ -345,6 +345,7 @@ class Submitting(ABC):
         ids: npt.ArrayLike,
         *,
         parent: bytes | None = None,
+        chains: Sequence[ChainStart] = (),
         group: str = MAIN,
         block_pages: int = 1,
         after: DeviceEvent | None = None,
@@ -354,7 +355,8 @@ class Submitting(ABC):
 
         Only pools of the same layout, model identity and user find them; a pool without a model is refused (NO_MODEL).
         Do not write the pages before the operation is done. ``parent`` is the hash before the first one: only new
-        blocks have to be named.
+        blocks have to be named. Blocks of several prompts may go at once, all or none of them: ``chains`` says where
+        each but the first prompt's begin in ``hashes``, and the hash before.
         """
         packed = packed_ids(ids, "ids")
         body = Store(
@@ -362,6 +364,7 @@ class Submitting(ABC):
             hashes=joined(hashes),
             pages=len(packed) // INT64_BYTES,
             parent=b"" if parent is None else parent,
+            chains=sequence(chains, "ChainStarts", "chains"),
             group=group,
             block_pages=block_pages,
             after=after,

@@ -246,8 +246,18 @@ class Load(AnsweredBy[OperationStarted], frozen=True, kw_only=True, tag="LOAD"):
         return (self.pages,)
 
 
+class ChainStart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where another prompt's blocks begin in the list of a STORE."""
+
+    first: Annotated[int, Meta(ge=1, lt=MAX_HASHES)]
+    parent: ParentHash = b""
+    """The hash of the block before that one; empty if it begins the prompt."""
+
+
 class Store(AnsweredBy[OperationStarted], frozen=True, kw_only=True, tag="STORE"):
     """Store a group's blocks of this instance's pages in the cache, except those that are cached already.
+
+    They may be of several prompts: all of them are stored, or none.
 
     Answered by OPERATION_STARTED; TIER_DONE follows, before which the pages must not be written. A block can be found
     once it is complete.
@@ -258,6 +268,8 @@ class Store(AnsweredBy[OperationStarted], frozen=True, kw_only=True, tag="STORE"
     pages: PageCount
     parent: ParentHash = b""
     """The hash of the block before the first one; empty if the first block begins the prompt."""
+    chains: Annotated[tuple[ChainStart, ...], Meta(max_length=MAX_HASHES)] = ()
+    """Where the blocks of further prompts begin, in ascending order."""
     group: ComponentName = MAIN
     block_pages: BlockPages = 1
     after: DeviceEvent | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple
 
@@ -13,11 +14,15 @@ from kvferry.clients.places import DaemonPlace
 from kvferry.clients.vllm.configuration import pool_of
 from kvferry.pools.planning.geometry import ranks_with_heads
 from kvferry.protocol.ids import PeerAddress, PoolName
+from kvferry.protocol.tier_messages import ChainStart
 
 HANDSHAKE = 3
 """Of what prefill says to decode; another number is refused."""
 
 MOST_RANKS = 1024
+
+MOST_JOINED = 1024
+"""Blocks that are stored as one, which are all stored or none; a single request may have more."""
 
 TransferId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
@@ -103,7 +108,7 @@ class Receive(NamedTuple):
 
 
 class Store(NamedTuple):
-    """Store blocks in the prefix cache."""
+    """Store blocks of a request in the prefix cache; ``parent`` is the name of the block before them."""
 
     number: int
     request: str
@@ -164,3 +169,58 @@ def request_ids(transfer: str, ranks: int, *, together: bool) -> tuple[str, ...]
         hashlib.blake2b(f"{transfer}/{'all' if together else rank}".encode(), digest_size=16).hexdigest()
         for rank in range(ranks)
     )
+
+
+class Stores:
+    """Blocks of several requests that go to the prefix cache as one.
+
+    Attributes:
+        ids: of the blocks; of blocks that have one name, the first one's.
+        names: theirs.
+        parent: the name of the block before the first one.
+        chains: where those of further requests begin.
+    """
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self.ids: list[int] = []
+        self.names: list[bytes] = []
+        self.parent: bytes | None = None
+        self.chains: list[ChainStart] = []
+        self._seen: set[bytes] = set()
+
+    def __repr__(self) -> str:
+        """Show how many there are."""
+        return f"<Stores: {len(self.ids)} blocks>"
+
+    def add(self, one: Store) -> None:
+        """Take the blocks of a request."""
+        if self._seen.isdisjoint(one.names):
+            self._add(one.blocks.ids, one.names, one.parent)
+            return
+        parent = one.parent
+        for block, name in zip(one.blocks.ids, one.names, strict=True):
+            if name not in self._seen:
+                self._add([block], [name], parent)
+            parent = name
+
+    def _add(self, ids: list[int], names: list[bytes], parent: bytes | None) -> None:
+        if not self.names:
+            self.parent = parent
+        elif parent != self.names[-1]:
+            self.chains.append(ChainStart(first=len(self.names), parent=parent or b""))
+        self.ids += ids
+        self.names += names
+        self._seen.update(names)
+
+
+def joined_stores(stores: Iterable[Store]) -> list[tuple[Stores, list[Store]]]:
+    """Return the stores of a step as few, each with those that it consists of."""
+    joined: list[tuple[Stores, list[Store]]] = []
+    for one in stores:
+        if not joined or len(joined[-1][0].ids) + len(one.blocks.ids) > MOST_JOINED:
+            joined.append((Stores(), []))
+        whole, parts = joined[-1]
+        whole.add(one)
+        parts.append(one)
+    return joined

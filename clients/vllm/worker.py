@@ -20,7 +20,16 @@ from kvferry.clients.batch import Batch
 from kvferry.clients.calls import asked
 from kvferry.clients.layers import LAYERED_BYTES
 from kvferry.clients.vllm.layers import NamedLayers
-from kvferry.clients.vllm.metadata import Load, Receive, Send, StepWork, Store, joined_chunks
+from kvferry.clients.vllm.metadata import (
+    Load,
+    Receive,
+    Send,
+    StepWork,
+    Store,
+    Stores,
+    joined_chunks,
+    joined_stores,
+)
 from kvferry.clients.vllm.metrics import Kind, Moved
 from kvferry.protocol.errors import (
     CancelledError,
@@ -394,10 +403,10 @@ class Worker:
                     for one in given:
                         if isinstance(one, Load | Receive):
                             begun[id(one)] = self._begin_write(step, one)
-                            continue
-                        sending = self._sends[one.request] if isinstance(one, Send) else None
-                        if sending is None or sending.may_go(generation):  # it may just have ended
-                            begun[id(one)] = self._begin_read(step, one)
+                        elif isinstance(one, Send) and self._sends[one.request].may_go(generation):  # it may have ended
+                            begun[id(one)] = self._begin_send(step, one)
+                    for whole, parts in joined_stores(one for one in given if isinstance(one, Store)):
+                        begun |= dict.fromkeys(map(id, parts), self._begin_store(step, whole))
         except KvferryError as error:
             self._log("begin", error)
             return {}, generation
@@ -446,14 +455,22 @@ class Worker:
             deadline_s=self._settings.receive_s,
         )
 
-    def _begin_read(self, step: Batch, one: Store | Send) -> Transfer | TierOperation:
-        ids = np.array(one.blocks.ids)
-        if isinstance(one, Store):
-            return step.store(self._pool, one.names, ids, parent=one.parent, deadline_s=self._settings.cache_s)
+    def _begin_store(self, step: Batch, whole: Stores) -> TierOperation:
+        return step.store(
+            self._pool,
+            whole.names,
+            np.array(whole.ids),
+            parent=whole.parent,
+            chains=whole.chains,
+            deadline_s=self._settings.cache_s,
+        )
+
+    def _begin_send(self, step: Batch, one: Send) -> Transfer:
+        lists = [pages(np.array(one.blocks.ids), first_page=one.blocks.first, tokens=one.tokens)]
         return step.send(
             self._pool,
             one.ids[self._rank],
-            [pages(ids, first_page=one.blocks.first, tokens=one.tokens)] if one.blocks.ids else [],
+            lists if one.blocks.ids else [],
             payload=one.prompt if one.is_last else b"",
             last=one.is_last,
             steps=self._steps if self._is_layered(one) else (),

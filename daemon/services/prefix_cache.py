@@ -12,8 +12,8 @@ import asyncio
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Coroutine, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -104,6 +104,14 @@ class _Looking:
     def rest(self, group: GroupBlocks) -> list[bytes]:
         """Return the hashes after the leading blocks that were found of a group."""
         return self.hashes[len(group.blocks) : self.length]
+
+
+class _Piece(NamedTuple):
+    """Blocks of a STORE of which each is the parent of the next; ``first`` is the number of the first one."""
+
+    first: int
+    hashes: list[bytes]
+    parent: bytes | None
 
 
 class _Storing:
@@ -418,15 +426,14 @@ class PrefixCache:
         pool = self._pools.named_by(call.session, body.pool)
         group, hashes = self._group(pool, body, "group"), hashes_of(body.hashes)
         ids = ids_by_block(call.ids[0], len(hashes), body.block_pages)
-        if body.parent and len(body.parent) != HASH_BYTES:
-            raise InvalidFieldError(f"{len(body.parent)} bytes; a hash has {HASH_BYTES}", field="parent")
+        _check_chains(body, len(hashes))
         operation = self._operations.of_request(call, "store", pool.name, len(call.ids[0]))
         with contextlib.ExitStack() as holds:
             pages = holds.enter_context(operation.pages)
             pages.add(pool.space(group.layout.space), call.session.owner_id, call.ids[0], "pages")
             storing = _Storing(pool, group.layout, ids)
             holds.enter_context(self._being_stored(storing, operation.name))
-            steps = self._begin(storing, group.namespace, hashes, body.parent or None)
+            steps = self._begin(storing, group.namespace, _pieces(body, hashes))
             waits = next(steps, self) is not self
             if not waits:
                 self._take_memory(storing)
@@ -445,22 +452,21 @@ class PrefixCache:
         finally:
             del self._storing[storing]
 
-    def _begin(
-        self, storing: _Storing, namespace: Namespace, hashes: Sequence[bytes], parent: bytes | None
-    ) -> Iterator[None]:
+    def _begin(self, storing: _Storing, namespace: Namespace, pieces: Iterable[_Piece]) -> Iterator[None]:
         """Begin the blocks that are not cached yet, and make room for them; yield where there is more.
 
         Raises what ``HostTier.making_room`` does.
         """
         size_bytes = namespace.block_pages * whole_units(storing.layout.block_bytes)
-        at, present = list[int](), list[CachedBlock]()
-        for start in range(0, len(hashes), BLOCKS_AT_ONCE):
-            if start:
+        at, present, in_turn = list[int](), list[CachedBlock](), 0
+        for first, hashes, parent in pieces:
+            in_turn += len(hashes)
+            if in_turn > BLOCKS_AT_ONCE:
                 yield
-            some = hashes[start : start + BLOCKS_AT_ONCE]
+                in_turn = len(hashes)
             before = storing.space_request
             for number, (block, is_fresh) in enumerate(
-                self._host.index.begin(namespace, some, parent, size_bytes), start
+                self._host.index.begin(namespace, hashes, parent, size_bytes), first
             ):
                 if is_fresh:
                     storing.fresh.append(block)
@@ -470,7 +476,6 @@ class PrefixCache:
             self._host.awaits(
                 namespace.tenant, SpaceRequest(storing.space_request.blocks - before.blocks, before.size_bytes)
             )
-            parent = some[-1]
         storing.ids = storing.ids[at]
         for start in reversed(range(0, len(present), BLOCKS_AT_ONCE)):
             self._host.index.touch(present[start : start + BLOCKS_AT_ONCE])  # new blocks are useless without them
@@ -629,6 +634,35 @@ class PrefixCache:
         block = loading.blocks[page // loading.group.namespace.block_pages]
         self._host.remove([block])
         self._lower.remove([block])
+
+
+def _check_chains(body: Store, blocks: int) -> None:
+    """Check where the blocks of several prompts begin.
+
+    Raises:
+        InvalidFieldError: a parent is no hash, or a chain does not begin after the one before and among the blocks.
+    """
+    before = 0
+    for at, (first, parent) in enumerate([(0, body.parent), *((one.first, one.parent) for one in body.chains)]):
+        field = f"chains[{at - 1}]." if at else ""
+        if parent and len(parent) != HASH_BYTES:
+            raise InvalidFieldError(f"{len(parent)} bytes; a hash has {HASH_BYTES}", field=f"{field}parent")
+        if at and not before < first < blocks:
+            raise InvalidFieldError(
+                f"{first}; the chain before begins at {before}, and there are {blocks} blocks", field=f"{field}first"
+            )
+        before = first
+
+
+def _pieces(body: Store, hashes: Sequence[bytes]) -> Iterator[_Piece]:
+    """Yield the blocks of a STORE, chain by chain, at most BLOCKS_AT_ONCE in a piece."""
+    starts = [(0, body.parent), *((one.first, one.parent) for one in body.chains)]
+    for (first, before), stop in zip(starts, [*(one.first for one in body.chains), len(hashes)], strict=True):
+        parent = before or None
+        for start in range(first, stop, BLOCKS_AT_ONCE):
+            some = list(hashes[start : min(start + BLOCKS_AT_ONCE, stop)])
+            yield _Piece(start, some, parent)
+            parent = some[-1]
 
 
 def _check_extension(lease: Lease, groups: Sequence[GroupBlocks]) -> None:

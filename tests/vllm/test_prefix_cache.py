@@ -39,6 +39,7 @@ from tests.vllm.in_process import (
     left,
     make_adapter,
     metrics,
+    prompt,
     prompt_of,
     received,
     reset,
@@ -127,6 +128,42 @@ def test_same_tokens_at_first_from_vllms_own_cache_and_from_the_daemons(
     assert (said["load_failures"], said["store_failures"]) == (0, 0)
     assert (said["send_bytes"], said["receive_bytes"]) == (0, 0)
     assert said["load_seconds_sum"] > 0
+
+
+def test_a_step_of_many_requests_is_one_store(kept_daemon: Daemon, other: Engine, plain: Plain) -> None:
+    """Two of the prompts begin alike; each block is stored once, after its parent."""
+    begin = prompt(2 * BLOCK, seed=3)
+    prompts = [begin + prompt(BLOCK + 1, seed=one) for one in (1, 2)] + [prompt(BLOCK + 9, seed=4), prompt(9, seed=5)]
+    want = plain.tokens(*prompts, tokens=2)
+    before = {one.hash for one in cached_blocks(kept_daemon)}
+    with by_hand(other):
+        asked = [other.add(one, tokens=2) for one in prompts]
+        assert other.call(stores_begun) == [5]
+        assert tokens_of(other.wait(*asked)) == want
+    other.drain()
+    parents = {one.hash: one.parent for one in cached_blocks(kept_daemon) if one.hash not in before}
+    (first,) = {parents.get(one, "") for one in parents.values()} - {""}
+    (second,) = (one for one, parent in parents.items() if parent == first)
+    assert sorted(parents.values()) == sorted(["", "", first, second, second])
+    begin_anew(other)
+    answers = other.ask(*prompts, tokens=2)
+    assert (tokens_of(answers), cached_of(answers)) == (want, [3 * BLOCK, 3 * BLOCK, BLOCK, 0])
+
+
+def stores_begun(served: Served) -> list[int]:
+    """Do a step; return of how many blocks the daemon was told to store, STORE by STORE."""
+    from kvferry.clients.batch import Batch  # noqa: PLC0415  only here there is a torch
+
+    store, begun = Batch.store, list[int]()
+
+    def counted(batch: Batch, pool: str, hashes: Sequence[bytes], *args: Any, **more: Any) -> Any:  # noqa: ANN401
+        begun.append(len(hashes))
+        return store(batch, pool, hashes, *args, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Batch, "store", counted)
+        served.step()
+    return begun
 
 
 def test_another_engine_finds_it_also_a_part_of_it(one: Engine, other: Engine, plain: Plain) -> None:

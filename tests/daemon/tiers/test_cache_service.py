@@ -28,9 +28,12 @@ from kvferry.protocol.tier_messages import (
     CachePin,
     CachePinned,
     CancelOperation,
+    ChainStart,
     Found,
     Lookup,
     OperationCancelled,
+    OperationStarted,
+    Store,
 )
 from tests.kit.tiers import POOL, UNIT, Engine, Harness, harness, hashes, names, new_pool, settle, until
 
@@ -268,6 +271,57 @@ async def test_of_a_store_in_turns_each_block_is_told_after_its_parent(turns: Ha
     told = [change.hashes[at : at + 16] for change in changes for at in range(0, len(change.hashes), 16)]
     assert told == names(*range(MANY))
     assert [change.parent for change in changes] == [b"", *(change.hashes[-16:] for change in changes[:-1])]
+
+
+@pytest.fixture
+def two_prompts() -> Store:
+    """Return a STORE of blocks 1 and 2 of a prompt, 11 of another one, and 21 after its block 20."""
+    chains = (ChainStart(first=2), ChainStart(first=3, parent=names(20)[0]))
+    return Store(pool=POOL, hashes=hashes(1, 2, 11, 21), pages=4, parent=names(0)[0], chains=chains)
+
+
+@pytest.mark.parametrize("at_once", [2, 1024])
+async def test_a_store_of_several_prompts_keeps_their_chains(
+    turns: Harness, two_prompts: Store, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_cache, "BLOCKS_AT_ONCE", at_once)
+    engine = turns.engine()
+    operation = engine.ask(two_prompts, OperationStarted, engine.allocate(4)).operation
+    await until(lambda: turns.copier.under_way)
+    turns.copier.finish_all()
+    await until(lambda: engine.done(operation))
+    assert engine.ended(operation).stored == 4
+    changes = engine.ask(CacheEvents(cursor=1), CacheChanges).changes
+    assert [(change.parent, change.hashes) for change in changes] == [
+        (names(0)[0], hashes(1, 2)),
+        (b"", hashes(11)),
+        (names(20)[0], hashes(21)),
+    ]
+    parents = {block.hash: block.parent for block in engine.ask(CacheList(), CacheListed).blocks}
+    told = {1: 0, 2: 1, 11: None, 21: 20}
+    assert parents == {
+        h: "" if p is None else hashes(p).hex()
+        for h, p in zip(map(bytes.hex, names(*told)), told.values(), strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("chains", "field"),
+    [
+        ([ChainStart(first=4)], "chains[0].first"),
+        ([ChainStart(first=2), ChainStart(first=2)], "chains[1].first"),
+        ([ChainStart(first=2), ChainStart(first=1)], "chains[1].first"),
+        ([ChainStart(first=2, parent=b"short")], "chains[0].parent"),
+    ],
+)
+async def test_chains_that_do_not_fit_their_blocks_are_refused(
+    tiers: Harness, engine: Engine, two_prompts: Store, chains: list[ChainStart], field: str
+) -> None:
+    body = msgspec.structs.replace(two_prompts, chains=tuple(chains))
+    with pytest.raises(errors.InvalidFieldError) as refused:
+        engine.ask(body, OperationStarted, engine.allocate(4))
+    assert refused.value.field == field
+    assert not tiers.copier.under_way
 
 
 @pytest.mark.parametrize("turn", range(MANY // 2))
