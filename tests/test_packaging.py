@@ -56,7 +56,7 @@ OF_ENGINES: Final = {
     "kvferry.clients.sglang.transfer",
     *(
         f"kvferry.clients.vllm.{name}"
-        for name in ("connector", "events", "memory", "metadata", "metrics", "scheduler", "weights", "worker")
+        for name in ("connector", "events", "groups", "memory", "metadata", "metrics", "scheduler", "weights", "worker")
     ),
 }
 """What derives from classes of an engine, and is imported where that is installed."""

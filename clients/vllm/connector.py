@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.utils.network_utils import get_ip
 from vllm.v1.request import RequestStatus
@@ -26,8 +27,10 @@ from kvferry.clients.vllm.configuration import (
     Parallel,
     configuration_of,
     model_identity,
+    refusal,
     shares_blocks,
 )
+from kvferry.clients.vllm.groups import groups_of, in_order, unit_of
 from kvferry.clients.vllm.metadata import StepWork
 from kvferry.clients.vllm.metrics import Moved, MovedPrometheus
 from kvferry.clients.vllm.scheduler import Scheduler
@@ -57,16 +60,18 @@ COMPLETE: Final = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_
 class RanksSaid(KVConnectorWorkerMetadata):
     """What ranks have done and seen.
 
-    ``stores``: the numbers of stores that are done, each as often as ranks have done it. ``weights``: of each rank that
-    has looked at its weights the look's number, and what stands for them.
+    ``stores``: the numbers of stores that are done, each as often as ranks have done it with a group. ``read``: the
+    same of those that read no block any more. ``weights``: of each rank that has looked at its weights the look's
+    number, and what stands for them.
     """
 
     stores: list[int] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)
     weights: dict[int, tuple[int, bytes]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RanksSaid:
         """Return what both say."""
-        return RanksSaid(self.stores + other.stores, self.weights | other.weights)
+        return RanksSaid(self.stores + other.stores, self.read + other.read, self.weights | other.weights)
 
 
 @dataclass
@@ -74,7 +79,7 @@ class WithoutDaemon(KVConnectorHandshakeMetadata):
     """What a rank says at its start that has found no daemon, and does without."""
 
 
-class KvferryConnector(KVConnectorBase_V1):
+class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's KV cache, transfers and prefix cache, handled by the daemon; see docs/vllm.md."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -86,6 +91,8 @@ class KvferryConnector(KVConnectorBase_V1):
         """
         super().__init__(vllm_config, role, kv_cache_config)
         told = configuration_of(vllm_config)
+        if len(kv_cache_config.kv_cache_groups) > 1 and not hasattr(KVConnectorBase_V1, "get_transfer_results"):
+            raise refusal("several KV cache groups with this release of vLLM", "kv_cache_groups")
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         self._memory: RankMemory | None = None
@@ -109,11 +116,9 @@ class KvferryConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Compare vLLM's KV cache with what the daemon was told of it."""
-        from kvferry.clients.vllm.memory import in_order  # noqa: PLC0415  torch
-
         if self._memory is not None and self._worker is not None:
             self._memory.take(kv_caches)
-            self._worker.signals.name(in_order(kv_caches))
+            self._worker.signals.name(in_order(name for group in self._memory.groups for name in group.layers))
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Return once nothing reads blocks that are about to be written."""
@@ -148,6 +153,13 @@ class KvferryConnector(KVConnectorBase_V1):
         """Return the requests whose blocks may be freed, and those whose blocks have come."""
         return (None, None) if self._worker is None else self._worker.finished()
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401  0.23 has no such class
+        """Return the same, and the requests of several groups whose blocks have not come."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self._worker is not None:
+            results.failed_recving |= self._worker.lost()
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that have not come."""
         return set() if self._worker is None else self._worker.invalid_blocks()
@@ -160,8 +172,8 @@ class KvferryConnector(KVConnectorBase_V1):
         """Return which stores are done, for events, and what the weights are, if it was asked for."""
         if self._worker is None:
             return None
-        stores, weights = self._worker.stored(), self._worker.looked()
-        return RanksSaid(stores, weights) if stores or weights else None
+        said = RanksSaid(self._worker.stored(), self._worker.read(), self._worker.looked())
+        return said if said.read or said.weights else None
 
     def get_handshake_metadata(self) -> WithoutDaemon | None:
         """Tell the scheduler's side if this rank can do nothing for it."""
@@ -194,7 +206,7 @@ class KvferryConnector(KVConnectorBase_V1):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Have the blocks filled that were allocated for them."""
         if self._scheduler is not None:
-            self._scheduler.allocated(request, list(blocks.get_block_ids()[0]), num_external_tokens)
+            self._scheduler.allocated(request, [list(ids) for ids in blocks.get_block_ids()], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepWork:
         """Return what the workers are to do in this step."""
@@ -203,11 +215,13 @@ class KvferryConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take note of what the workers have done."""
         if self._scheduler is not None:
+            self._scheduler.failed(getattr(connector_output, "failed_recving", None) or ())
             if connector_output.finished_recving:
                 self._scheduler.arrived(connector_output.finished_recving)
             done = getattr(connector_output, "kv_connector_worker_meta", None)
             if isinstance(done, RanksSaid):
                 self._scheduler.stored(done.stores)
+                self._scheduler.read(done.read)
                 self._scheduler.looked(done.weights)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
@@ -215,6 +229,12 @@ class KvferryConnector(KVConnectorBase_V1):
         if self._scheduler is None:
             return False, None
         return self._scheduler.ended(request, is_complete=request.status in COMPLETE)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return the same where there are several groups."""
+        return self.request_finished(request, block_ids[0] if block_ids else [])
 
     def take_events(self) -> Iterable[Any]:
         """Return what was stored in the prefix cache, and what is gone."""
@@ -270,14 +290,17 @@ class KvferryConnector(KVConnectorBase_V1):
                 "kvferry: this vLLM hashes blocks from a random beginning, so nothing of its prefix cache is found by "
                 "other engines, nor after a restart: set PYTHONHASHSEED to the same value for all of them"
             )
+        groups = groups_of(self._kv_cache_config)
+        unit = unit_of(groups)
+        hash_size = getattr(self._kv_cache_config, "hash_block_size", None) or unit
         engine = Engine(f"{told.pool}-scheduler", told.settings.runtime_dir or None, instance=told.instance)
         events = None
         kv_events = self._vllm_config.kv_events_config
         if kv_events is not None and kv_events.enable_kv_cache_events and told.settings.cache:
             from kvferry.clients.vllm.events import CacheEventLog  # noqa: PLC0415
 
-            events = CacheEventLog(engine, told.block_size, model_identity(self._vllm_config), specs)
-        return Scheduler(engine, told, get_ip(), events)
+            events = CacheEventLog(engine, unit, hash_size, model_identity(self._vllm_config), specs)
+        return Scheduler(engine, told, groups, hash_size, get_ip(), events)
 
     def _make_worker(self, told: Configuration) -> tuple[RankMemory, Worker]:
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank  # noqa: PLC0415
@@ -297,5 +320,5 @@ class KvferryConnector(KVConnectorBase_V1):
         except KvferryError:
             engine.close()
             raise
-        blocks = RankMemory(kind, pool)
+        blocks = RankMemory(kind, pool, groups_of(self._kv_cache_config))
         return blocks, Worker(engine, blocks, Weights(self._vllm_config), told.settings, rank)

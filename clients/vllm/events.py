@@ -38,10 +38,21 @@ EVENTS: Final = 1000
 class CacheEventLog:
     """What has been stored, and what is gone, since it was last taken. A thread of its own hears of the latter."""
 
-    def __init__(self, engine: Engine, block_size: int, model: ModelIdentity, specs: Sequence[Spec]) -> None:
-        """Begin to listen; ``specs``: of each rank's pool, all of which have to store a block of ``model``."""
+    def __init__(
+        self, engine: Engine, block_size: int, hash_size: int, model: ModelIdentity, specs: Sequence[Spec]
+    ) -> None:
+        """Begin to listen.
+
+        Args:
+            engine: of the scheduler's process.
+            block_size: tokens of a block that is stored.
+            hash_size: tokens of a block that vLLM hashes.
+            model: of the blocks.
+            specs: of each rank's pool, all of which have to store a block.
+        """
         self._engine = engine
         self._block_size = block_size
+        self._hashes = block_size // hash_size
         self._ranks = len(specs)
         self._identity = identity_of(model)
         self._digests = {manifest_of(one).layout_digest for one in specs}
@@ -58,10 +69,13 @@ class CacheEventLog:
         """Show how many blocks are known."""
         return f"<CacheEventLog of {len(self._known)} blocks>"
 
-    def stores(self, number: int, request: Request, names: list[bytes], first: int) -> None:
-        """Take note of a store that begins: of the blocks ``names`` of a request, from block ``first`` on."""
+    def stores(self, number: int, request: Request, names: list[bytes], first: int, groups: int) -> None:
+        """Take note of a store that begins: of the blocks ``names`` of a request, from block ``first`` on.
+
+        ``groups``: how many of them each rank stores.
+        """
         stop = first + len(names)
-        hashes = request.block_hashes
+        hashes = [request.block_hashes[at] for at in range(self._hashes - 1, len(request.block_hashes), self._hashes)]
         adapter = request.lora_request
         event = BlockStored(
             block_hashes=[maybe_convert_block_hash(one) for one in hashes[first:stop]],
@@ -73,7 +87,7 @@ class CacheEventLog:
             lora_name=None if adapter is None else adapter.name,
         )
         with self._lock:
-            self._pending[number] = event, names, self._ranks
+            self._pending[number] = event, names, self._ranks * groups
             while len(self._pending) > MOST_STORES:
                 del self._pending[next(iter(self._pending))]
 

@@ -203,8 +203,8 @@ def name_of(block_hash: bytes, key: bytes = b"") -> bytes:
     return block_hash[-HASH_BYTES:]
 
 
-def prompt_digest(request: Request, adapter: bytes | None) -> bytes:
-    """Return what tells a prompt from others: its tokens, embeddings and media, and its adapter's content.
+def prompt_digest(request: Request, adapter: bytes | None, tokens: int) -> bytes:
+    """Return what tells the first tokens of a prompt from others': these, embeddings, media, the adapter's content.
 
     What is not known by its content equals nothing, itself neither.
     """
@@ -217,9 +217,9 @@ def prompt_digest(request: Request, adapter: bytes | None) -> bytes:
     embeddings = getattr(request, "prompt_embeds", None)
     return digest_of(
         [
-            list(request.prompt_token_ids or ()),
-            [int(one) for one in getattr(request, "prompt_is_token_ids", None) or ()],
-            b"" if embeddings is None else _tensor_digest(embeddings),
+            list(request.prompt_token_ids or ())[:tokens],
+            [int(one) for one in getattr(request, "prompt_is_token_ids", None) or ()][:tokens],
+            b"" if embeddings is None else _tensor_digest(embeddings[:tokens]),
             adapter,
             media,
         ]

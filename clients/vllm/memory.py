@@ -6,18 +6,21 @@ tokens, content), content being k and v of a token's head, or the latent and its
 
 from __future__ import annotations
 
+import hashlib
 import logging
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, MLAAttentionSpec
 
 from kvferry.clients import MhaSpec, MlaSpec
 from kvferry.clients.engine_pool import EnginePool
 from kvferry.clients.vllm.configuration import Configuration, Memory, Parallel, refusal
+from kvferry.clients.vllm.groups import Group, groups_of, in_order
+from kvferry.clients.vllm.metadata import Blocks
+from kvferry.pools.layouts import manifest_of
 from kvferry.protocol.errors import InvalidFieldError
 
 if TYPE_CHECKING:
@@ -60,19 +63,27 @@ def spec_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, ranks: Para
     Raises:
         InvalidFieldError: the cache is of a kind that is not carried yet.
     """
-    kind, layers = _only_group(kv_cache_config)
-    layout = "LBHNC" if staged else _layout(kv_cache_config, len(layers))
+    groups = groups_of(kv_cache_config)
+    kind = cast("AttentionSpec", groups[0].spec)
+    names = in_order(name for one in groups for name in one.layers)
+    layout = "LBHNC" if staged else _layout(kv_cache_config, groups)
     is_latent = isinstance(kind, MLAAttentionSpec)
     views: Mapping[str, Any] = MLA_VIEWS if is_latent else MHA_VIEWS
-    if layout not in views:
+    if layout not in views or (len(groups) > 1 and not layout.startswith("L")):
         return None
+    numbers = {name: number for number, name in enumerate(names)}
     common: dict[str, Any] = {
-        "layers": len(layers),
+        "layers": len(names),
+        "groups": tuple(tuple(numbers[name] for name in one.layers) for one in groups) if len(groups) > 1 else (),
+        "joined": True,
+    }
+    if not _are_alike(groups):
+        return _of_bytes(vllm_config, kv_cache_config, groups, ranks, common)
+    common |= {
         "tokens": (kv_cache_config.num_blocks - 1) * kind.block_size,
         "page_size": kind.block_size,
         "dtype": _dtype(vllm_config, kind),
         "view": views[layout],
-        "joined": True,
     }
     if is_latent:
         text = vllm_config.model_config.hf_text_config
@@ -96,55 +107,79 @@ def spec_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, ranks: Para
     )
 
 
-def _only_group(kv_cache_config: KVCacheConfig) -> tuple[FullAttentionSpec, Sequence[str]]:
-    """Return the spec and the layers of the only KV cache group.
+ALIKE: Final = ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "page_size_padded")
+"""What is equal in all groups whose blocks have the same form."""
+
+
+def _are_alike(groups: Sequence[Group]) -> bool:
+    """Return whether the blocks of all groups have the same form, of heads and tokens; else they are bytes."""
+    forms = {
+        (isinstance(one.spec, MLAAttentionSpec), *(getattr(one.spec, name, None) for name in ALIKE)) for one in groups
+    }
+    attention = all(isinstance(one.spec, AttentionSpec) for one in groups)
+    return attention and len(forms) == 1 and getattr(groups[0].spec, "page_size_padded", None) is None
+
+
+def _of_bytes(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    groups: Sequence[Group],
+    ranks: Parallel,
+    common: dict[str, Any],
+) -> MhaSpec:
+    """Return a spec whose pages are bytes: a token and head a page, and a head a rank, so that nothing is cut.
+
+    Their format names what all groups have in them: they pair with the very same only.
 
     Raises:
-        InvalidFieldError: there are several, or it is of a kind that is not carried yet.
+        InvalidFieldError: the blocks of groups have not as many bytes.
     """
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise refusal(f"{len(groups)} KV cache groups (hybrid models)", "kv_cache_groups")
-    kind = groups[0].kv_cache_spec
-    if type(kind) not in {FullAttentionSpec, MLAAttentionSpec}:
-        raise refusal(f"a KV cache of the kind {type(kind).__name__}", "kv_cache_groups")
-    for name, plain in (
-        ("num_head_slots", None),
-        ("state_content_bytes", None),
-        ("page_size_padded", None),
-        ("tokens_per_state", 1),
-        ("compress_ratio", 1),
-        ("model_version", None),
-    ):
-        found = getattr(kind, name, plain)
-        if found != plain:
-            raise refusal(f"a KV cache whose {name} is {found}", "kv_cache_groups")
-    if getattr(groups[0], "is_eagle_group", False):
-        raise refusal("a draft model's layers", "speculative_config")
-    return kind, groups[0].layer_names
+    sizes = {int(one.spec.page_size_bytes) for one in groups}
+    if len(sizes) > 1:
+        raise refusal(f"groups with blocks of {sorted(sizes)} bytes", "kv_cache_groups")
+    (size,) = sizes
+    told: list[Any] = []
+    for one in groups:
+        if isinstance(one.spec, MambaSpec):  # whose block's tokens are as many as a request may have
+            told.append(("state", one.spec.shapes, one.spec.dtypes, str(one.spec.mamba_type)))
+        else:
+            told.append((one.spec, _packing(vllm_config, cast("AttentionSpec", one.spec))))
+    digest = hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+    return MhaSpec(
+        tokens=kv_cache_config.num_blocks - 1,
+        page_size=1,
+        kv_heads=1,
+        head_start=ranks.rank,
+        total_heads=ranks.size,
+        head_dim=size // 2,
+        v_head_dim=size - size // 2,
+        dtype="uint8",
+        view="hnd",
+        packing=f"groups_{digest}",
+        **common,
+    )
 
 
-def _layout(kv_cache_config: KVCacheConfig, layers: int) -> str:
-    """Return the layout by vLLM's name, where all layers lie in one allocation without a gap; else nothing."""
+def _layout(kv_cache_config: KVCacheConfig, groups: Sequence[Group]) -> str:
+    """Return the layout by vLLM's name, where all layers lie in one allocation without a gap; else nothing.
+
+    Layers at the same place of their groups lie in the same bytes.
+    """
     tensors = kv_cache_config.kv_cache_tensors
     layout: str | None = getattr(kv_cache_config, "kv_cache_layout", None)
-    if layout is None or len(tensors) != 1 or len(tensors[0].layers) != layers or tensors[0].offset:
+    if layout is None or len(tensors) != len(groups):
         return ""
-    (one,) = tensors
-    if list(one.layers) != in_order(one.layers):
-        return ""
-    page = kv_cache_config.kv_cache_groups[0].kv_cache_spec.page_size_bytes
-    strides = (page * kv_cache_config.num_blocks, page) if layout.startswith("L") else (page, page * layers)
-    is_dense = (one.layer_stride, one.block_stride) == strides
-    return layout if is_dense and one.size == page * layers * kv_cache_config.num_blocks else ""
+    most = max(len(one.layers) for one in groups)
+    for group, one in zip(groups, tensors, strict=True):
+        page = group.spec.page_size_bytes
+        strides = (page * kv_cache_config.num_blocks, page) if layout.startswith("L") else (page, page * most)
+        is_dense = (one.layer_stride, one.block_stride) == strides and not one.offset
+        if not is_dense or tuple(one.layers) != group.layers or one.size != page * most * kv_cache_config.num_blocks:
+            return ""
+    return layout
 
 
-def in_order(layers: Iterable[str]) -> list[str]:
-    """Return layers by their numbers, which other engines have too; vLLM says them in the order of its own."""
-    return sorted(layers, key=lambda name: [int(one) for one in re.findall(r"\d+", name)])
-
-
-def _dtype(vllm_config: VllmConfig, kind: FullAttentionSpec) -> str:
+def _dtype(vllm_config: VllmConfig, kind: AttentionSpec) -> str:
     """Return the dtype of an element.
 
     Raises:
@@ -158,7 +193,7 @@ def _dtype(vllm_config: VllmConfig, kind: FullAttentionSpec) -> str:
     return str(kind.dtype).removeprefix("torch.")
 
 
-def _packing(vllm_config: VllmConfig, kind: FullAttentionSpec) -> str | None:
+def _packing(vllm_config: VllmConfig, kind: AttentionSpec) -> str | None:
     """Return how vLLM's kernels order the bytes of a head's part of a block: on a CPU as its instructions like them."""
     if vllm_config.device_config.device_type != "cpu":
         return None
@@ -223,50 +258,54 @@ class RankMemory:
         pool: in the daemon.
     """
 
-    def __init__(self, kind: Memory, pool: EnginePool) -> None:
-        """Take the pool that was made for it."""
+    def __init__(self, kind: Memory, pool: EnginePool, groups: Sequence[Group]) -> None:
+        """Take the pool that was made for it, of layers in these groups."""
         self.kind = kind
         self.pool = pool
+        self.groups = groups
         self._allocation: Allocation | None = None
-        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Where staged: each layer of vLLM's, and its copy."""
+        self._layers: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+        """Where staged: of each group each layer of vLLM's, and its copy."""
+        entries = manifest_of(pool.spec).entries
+        self._block_bytes = [sum(e.page_bytes for e in entries if e.component == one.component) for one in groups]
         logger.info("kvferry: pool %s, vLLM's KV memory is %s", pool.name, kind)
 
     def __repr__(self) -> str:
         """Show the pool."""
         return f"<RankMemory {self.kind} {self.pool.name!r}>"
 
-    @property
-    def block_bytes(self) -> int:
-        """Return the bytes of a block over all layers."""
-        return self.pool.page_bytes
+    def size_of(self, blocks: Iterable[Blocks]) -> int:
+        """Return the bytes of blocks over all layers of their groups."""
+        return sum(self._block_bytes[one.group] * len(one.ids) for one in blocks)
 
     def allocation(self) -> Allocation | None:
         """Return what gives vLLM the pool's memory; None where that is a copy."""
         if self.kind != "staged":
-            self._allocation = Allocation(self.pool.elements().view(torch.int8))
+            self._allocation = Allocation(self.pool.whole().view(torch.int8))
         return self._allocation
 
     def take(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Compare vLLM's layers with what was described to the daemon.
+        """Compare vLLM's layers with what was described to the daemon; those that share another's have none.
 
         Raises:
             InvalidFieldError: they are not as described, or not in the pool's memory.
         """
-        elements, layers, blocks = self.pool.elements(), self.pool.layers, self.pool.pages
-        if len(kv_caches) != layers:
-            raise refusal(f"{len(kv_caches)} layers in {layers} (layers that share their cache)", "model")
-        for name, layer in kv_caches.items():
-            if layer.dim() != DIMENSIONS or len(layer) != blocks or layer.nbytes * layers != elements.nbytes:
-                raise refusal(f"layer {name} of the shape {tuple(layer.shape)} for {blocks} blocks", "block_size")
+        caches = self._own(kv_caches)
+        for group in self.groups:
+            for name in group.layers:
+                self._check(name, caches[name], group)
         if self.kind == "staged":
-            pairs = zip(in_order(kv_caches), self.pool.tensor("k"), strict=True)
+            copies = {one.component: self.pool.tensor("k", one.component) for one in self.groups}
             self._layers = [
-                (kv_caches[name], copy.view(kv_caches[name].dtype).view(kv_caches[name].shape)) for name, copy in pairs
+                [
+                    (caches[name], _formed(copy, caches[name]))
+                    for name, copy in zip(one.layers, copies[one.component], strict=True)
+                ]
+                for one in self.groups
             ]
             return
-        base, size = elements.data_ptr(), elements.nbytes
-        outside = [name for name, one in kv_caches.items() if not base <= one.data_ptr() < base + size]
+        base, size = self.pool.whole().data_ptr(), self.pool.whole().nbytes
+        outside = [name for name, one in caches.items() if not base <= one.data_ptr() < base + size]
         if outside or self._allocation is None or self._allocation.given != 1:
             raise InvalidFieldError(
                 f"vLLM has not put its KV cache into the daemon's memory ({len(outside)} layers lie elsewhere): say "
@@ -274,19 +313,52 @@ class RankMemory:
                 field="memory",
             )
 
-    def copy_out(self, ids: Sequence[int]) -> None:
-        """Where staged: copy blocks of vLLM's to the pool."""
-        if self._layers:
-            where = torch.tensor(ids)
-            for layer, copy in self._layers:
-                copy[where] = layer[where.to(layer.device)].to(copy.device)
+    def _own(self, kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the layers that have a cache of their own: others of the same memory share it.
 
-    def copy_in(self, ids: Sequence[int]) -> None:
+        Raises:
+            InvalidFieldError: one is missing, or has another cache than the daemon was told.
+        """
+        names = in_order(name for one in self.groups for name in one.layers)
+        missing = [name for name in names if name not in kv_caches]
+        if missing:
+            raise refusal(f"{len(kv_caches)} layers in {len(names)}, without {missing[0]}", "model")
+        own = {name: kv_caches[name] for name in names}
+        known = {one.data_ptr() for one in own.values()}
+        other = [name for name, one in kv_caches.items() if name not in own and one.data_ptr() not in known]
+        if other:
+            raise refusal(f"{len(kv_caches)} layers in {len(names)}, with {other[0]}", "model")
+        return own
+
+    def _check(self, name: str, cache: torch.Tensor, group: Group) -> None:
+        blocks, page = self.pool.pages, int(group.spec.page_size_bytes)
+        is_whole = len(cache) == blocks and cache.nbytes == blocks * page
+        if self.pool.page_size != group.block_size:  # of bytes, which may be parts of blocks, or end with a gap
+            is_whole = len(cache) % blocks == 0 and cache.nbytes <= blocks * page
+        if cache.dim() != DIMENSIONS or not is_whole:
+            raise refusal(f"layer {name} of the shape {tuple(cache.shape)} for {blocks} blocks", "block_size")
+
+    def copy_out(self, blocks: Iterable[Blocks]) -> None:
+        """Where staged: copy blocks of vLLM's to the pool."""
+        for layer, copy, where in self._staged(blocks):
+            copy[where] = layer[where.to(layer.device)].to(copy.device)
+
+    def copy_in(self, blocks: Iterable[Blocks]) -> None:
         """Where staged: copy blocks of the pool to vLLM's."""
-        if self._layers:
-            where = torch.tensor(ids)
-            for layer, copy in self._layers:
-                layer[where.to(layer.device)] = copy[where].to(layer.device)
+        for layer, copy, where in self._staged(blocks):
+            layer[where.to(layer.device)] = copy[where].to(layer.device)
+
+    def _staged(self, blocks: Iterable[Blocks]) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        for one in blocks if self._layers else ():
+            for layer, copy in self._layers[one.group]:
+                yield layer, copy, torch.tensor(one.ids)
+
+
+def _formed(copy: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    """Return a layer's copy in the form of vLLM's, of which a block may end with a gap."""
+    pages = copy.shape[0]
+    rows = copy.view(torch.uint8).view(pages, -1)[:, : cache.nbytes // pages]
+    return rows.view(cache.dtype).view(cache.shape)
 
 
 def _why_staged(vllm_config: VllmConfig, own: Spec | None) -> str:

@@ -80,27 +80,32 @@ class Part(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Blocks of a request: their ids, and which of its prompt the first one is."""
+    """Blocks of a request in a KV cache group: their ids, which of its prompt the first one is, and their tokens."""
 
     ids: list[int]
     first: int
+    group: int = 0
+    tokens: int | None = None
 
 
 class Load(NamedTuple):
-    """Load blocks of the prefix cache; ``leases``: one of each rank, which has them from ``skipped`` on."""
+    """Load blocks of a group from the prefix cache; ``leases``: one of each rank, which has them from ``skipped`` on.
+
+    ``is_last``: no other group's follow, and the lease ends with it.
+    """
 
     request: str
     blocks: Blocks
     leases: tuple[int, ...]
     skipped: int
+    is_last: bool
 
 
 class Receive(NamedTuple):
     """Receive a prompt's blocks; ``parts``: of each rank; ``refused``: it is not begun, and why."""
 
     request: str
-    blocks: Blocks
-    tokens: int
+    blocks: tuple[Blocks, ...]
     parts: tuple[Part, ...]
     sources: tuple[str, ...]
     prompt: bytes
@@ -108,7 +113,10 @@ class Receive(NamedTuple):
 
 
 class Store(NamedTuple):
-    """Store blocks of a request in the prefix cache; ``parent`` is the name of the block before them."""
+    """Store a request's blocks of a group in the prefix cache.
+
+    Those of one step and request have one number; ``parent`` is the name of the block before them.
+    """
 
     number: int
     request: str
@@ -118,11 +126,10 @@ class Store(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Send blocks of a prompt; ``tokens`` are those in these blocks, ``ids`` the daemon's of each rank's part."""
+    """Send blocks of a prompt; ``ids`` are the daemon's of each rank's part."""
 
     request: str
-    blocks: Blocks
-    tokens: int
+    blocks: tuple[Blocks, ...]
     ids: tuple[str, ...]
     is_last: bool
     prompt: bytes
@@ -156,8 +163,12 @@ class StepWork(KVConnectorMetadata):
 
 def joined_chunks(first: Send, second: Send) -> Send:
     """Return two chunks of a prompt, of which the second one continues the first, as one."""
-    blocks = Blocks(first.blocks.ids + second.blocks.ids, first.blocks.first)
-    return second._replace(blocks=blocks, tokens=first.tokens + second.tokens)
+    blocks = {one.group: one for one in first.blocks}
+    for one in second.blocks:
+        before = blocks.get(one.group, one._replace(ids=[], tokens=one.tokens and 0))
+        tokens = None if one.tokens is None or before.tokens is None else before.tokens + one.tokens
+        blocks[one.group] = before._replace(ids=before.ids + one.ids, tokens=tokens)
+    return second._replace(blocks=tuple(blocks.values()))
 
 
 def request_ids(transfer: str, ranks: int, *, together: bool) -> tuple[str, ...]:
@@ -172,17 +183,21 @@ def request_ids(transfer: str, ranks: int, *, together: bool) -> tuple[str, ...]
 
 
 class Stores:
-    """Blocks of several requests that go to the prefix cache as one.
+    """Blocks of several requests in a KV cache group that go to the prefix cache as one.
 
     Attributes:
-        ids: of the blocks; of blocks that have one name, the first one's.
+        group: its number.
+        each: how many blocks of vLLM's have a name.
+        ids: theirs; of blocks that have one name, the first one's.
         names: theirs.
         parent: the name of the block before the first one.
         chains: where those of further requests begin.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: int, each: int) -> None:
         """Begin without any."""
+        self.group = group
+        self.each = each
         self.ids: list[int] = []
         self.names: list[bytes] = []
         self.parent: bytes | None = None
@@ -199,9 +214,9 @@ class Stores:
             self._add(one.blocks.ids, one.names, one.parent)
             return
         parent = one.parent
-        for block, name in zip(one.blocks.ids, one.names, strict=True):
+        for number, name in enumerate(one.names):
             if name not in self._seen:
-                self._add([block], [name], parent)
+                self._add(one.blocks.ids[number * self.each : (number + 1) * self.each], [name], parent)
             parent = name
 
     def _add(self, ids: list[int], names: list[bytes], parent: bytes | None) -> None:
@@ -217,10 +232,13 @@ class Stores:
 def joined_stores(stores: Iterable[Store]) -> list[tuple[Stores, list[Store]]]:
     """Return the stores of a step as few, each with those that it consists of."""
     joined: list[tuple[Stores, list[Store]]] = []
+    latest: dict[int, tuple[Stores, list[Store]]] = {}
     for one in stores:
-        if not joined or len(joined[-1][0].ids) + len(one.blocks.ids) > MOST_JOINED:
-            joined.append((Stores(), []))
-        whole, parts = joined[-1]
+        group = one.blocks.group
+        if group not in latest or len(latest[group][0].ids) + len(one.blocks.ids) > MOST_JOINED:
+            latest[group] = Stores(group, len(one.blocks.ids) // len(one.names)), []
+            joined.append(latest[group])
+        whole, parts = latest[group]
         whole.add(one)
         parts.append(one)
     return joined

@@ -19,6 +19,7 @@ from kvferry.clients import Client, KvferryError, new_request_id
 from kvferry.clients.calls import asked, joined
 from kvferry.clients.places import DaemonPlace, place_of
 from kvferry.clients.submitting import PendingReply
+from kvferry.clients.vllm.groups import Group, unit_of, why_not_cached
 from kvferry.clients.vllm.identity import (
     Adapters,
     Labels,
@@ -47,6 +48,7 @@ from kvferry.protocol.transfer_messages import Abandon, Direction
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -90,11 +92,12 @@ class Known:
         request: vLLM's.
         handoff: what its parameters say, if they say anything that can be done.
         refused: why they cannot be followed, though it is to be prefilled elsewhere.
-        blocks: its block ids, the prompt's first.
+        blocks: its block ids by group, the prompt's first; 0 where a group needs none any more.
         local: how many tokens vLLM has found by itself, when it last asked.
         lookups: of the prefix cache; None: not asked, or used.
         stored: how many leading blocks are in the cache, or were told to be stored.
-        sent: how many leading blocks were told to be sent.
+        sent: how many leading tokens were told to be sent.
+        failed: whether something of it was to be loaded or received, and has not come.
         transfer: under which its prompt is sent; empty: it is not, or no longer.
         boot_id: of the daemon that it was sent by.
         is_sent: whether all of the prompt was told to be sent.
@@ -112,11 +115,12 @@ class Known:
         self.request = request
         self.handoff: Handoff | None = None
         self.refused = ""
-        self.blocks: list[int] = []
+        self.blocks: list[list[int]] = []
         self.local = 0
         self.lookups: Lookups | None = None
         self.stored = 0
         self.sent = 0
+        self.failed = False
         self.transfer = ""
         self.boot_id = ""
         self.is_sent = False
@@ -137,6 +141,8 @@ class Scheduler:
         self,
         engine: Engine,
         told: Configuration,
+        groups: Sequence[Group],
+        hash_size: int,
         host: str,
         events: CacheEventLog | None,
     ) -> None:
@@ -145,6 +151,8 @@ class Scheduler:
         Args:
             engine: of this process.
             told: what both sides know.
+            groups: vLLM's.
+            hash_size: tokens of a block that vLLM hashes.
             host: this engine's own address.
             events: what is told of the prefix cache; None: nothing is.
         """
@@ -152,8 +160,17 @@ class Scheduler:
         self._told = told
         self._host = host
         self._events = events
-        self._block_size = told.block_size
+        self._groups = groups
+        self._kept_back = 1 if any(one.reach is not None for one in groups) else 0
+        """Tokens at a prompt's end that decode computes: what windows and states hold is that before the next one."""
+        self._unit = unit_of(groups)
+        """Tokens of a cached block."""
+        self._each = [self._unit // one.block_size for one in groups]
+        """Blocks of each group in it."""
+        self._hashes = self._unit // hash_size
         self._caches = told.settings.cache and self._has_cache()
+        self._held: dict[int, tuple[list[KVCacheBlock], int]] = {}
+        """By the number of a store: blocks that vLLM may give up before, and how often it is still to be said done."""
         self._known: dict[str, Known] = {}
         self._work = StepWork()
         self._stores = 0
@@ -201,9 +218,9 @@ class Scheduler:
             self._identify(known)
         known.is_mixed = self._labels.mix(known.labels, self._weights) and local_tokens > 0
         if known.handoff is not None and known.handoff.do_remote_prefill:
-            missing = request.num_prompt_tokens - local_tokens
+            missing = max(0, self._handed_on(request) - local_tokens)
             return missing, missing > 0
-        if known.is_mixed or getattr(request, "skip_reading_prefix_cache", False):
+        if known.is_mixed or known.failed or getattr(request, "skip_reading_prefix_cache", False):
             self._give_back(known)
             return 0, False
         if self._caches and self._weights is None and time.monotonic() < self._look_ends_at_s:
@@ -215,13 +232,13 @@ class Scheduler:
         if blocks is None:
             return None, False
         known.stored = max(known.stored, blocks)
-        more = blocks * self._block_size - local_tokens
+        more = blocks * self._unit - local_tokens
         if more > 0:
             return more, True
         self._give_back(known)
         return 0, False
 
-    def allocated(self, request: Request, ids: list[int], external_tokens: int) -> None:
+    def allocated(self, request: Request, ids: list[list[int]], external_tokens: int) -> None:
         """Have the blocks that were given to external tokens filled."""
         known = self._known[request.request_id]
         known.blocks = ids
@@ -234,16 +251,37 @@ class Scheduler:
                 self._abandon(handoff)
             return
         known.is_receiving = True
+        blocks = self._blocks(known, known.local, known.local + external_tokens, is_last=True)
         if handoff is not None:
-            self._receive(known, handoff)
+            self._receive(known, handoff, blocks)
             return
         assert known.lookups is not None
-        first = known.local // self._block_size
-        stop = first + external_tokens // self._block_size
         leases = tuple(one.lease for one in known.lookups.found)
-        self._work.loads.append(Load(request.request_id, Blocks(ids[first:stop], first), leases, first))
+        for one in blocks:
+            skipped = one.first * self._groups[one.group].block_size // self._unit
+            is_last = one is blocks[-1]
+            self._work.loads.append(Load(request.request_id, one, leases, skipped, is_last))
         known.lookups = None
-        known.stored = stop
+        known.stored = (known.local + external_tokens) // self._unit
+
+    def _blocks(self, known: Known, before: int, tokens: int, *, is_last: bool, end: int = 0) -> tuple[Blocks, ...]:
+        """Return a request's blocks beyond so many tokens, as far as it needs them to go on at the end.
+
+        Args:
+            known: the request.
+            before: tokens that are there.
+            tokens: that are there with these blocks.
+            is_last: whether a block that they only begin is one of them; else it comes later.
+            end: tokens at the end; by default these.
+        """
+        found = []
+        for number, group in enumerate(self._groups):
+            first = max(before // group.block_size, group.first(end or tokens))
+            stop = group.stop(tokens) if is_last else tokens // group.block_size
+            if first < stop:
+                size = min(tokens, stop * group.block_size) - first * group.block_size
+                found.append(Blocks(known.blocks[number][first:stop], first, number, size))
+        return tuple(found)
 
     # -- a step
 
@@ -263,31 +301,32 @@ class Scheduler:
             for name in preempted:
                 self._preempted(self._known.get(name))
             work.preempted.extend(preempted)
-        for known, tokens in self._computed(step):
+        for known, before, tokens in self._computed(step):
             if known.transfer and not known.is_sent:
                 self._send(work, known, tokens)
-            if self._caches and tokens // self._block_size > known.stored:
-                self._store(work, known, tokens)
+            if self._caches and tokens // self._unit > known.stored:
+                self._store(work, known, before, tokens)
         return work
 
-    def _computed(self, step: SchedulerOutput) -> Iterator[tuple[Known, int]]:
-        """Yield the requests of a step, with how many tokens are computed after it."""
+    def _computed(self, step: SchedulerOutput) -> Iterator[tuple[Known, int, int]]:
+        """Yield the requests of a step, with how many tokens are computed before and after it."""
         counts = step.num_scheduled_tokens
         for new in step.scheduled_new_reqs:
             known = self._known.get(new.req_id)
             if known is not None:
-                known.blocks = list(new.block_ids[0])
-                yield known, new.num_computed_tokens + counts[new.req_id]
+                known.blocks = [list(one) for one in new.block_ids]
+                yield known, new.num_computed_tokens, new.num_computed_tokens + counts[new.req_id]
         cached = step.scheduled_cached_reqs
         for name, more, tokens in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
             known = self._known.get(name)
             if known is None:
                 continue
             if name in cached.resumed_req_ids:
-                known.blocks = list(more[0]) if more else []
+                known.blocks = [list(one) for one in more or [()] * len(self._groups)]
             elif more:
-                known.blocks.extend(more[0])
-            yield known, tokens + counts[name]
+                for ids, added in zip(known.blocks, more, strict=True):
+                    ids.extend(added)
+            yield known, tokens, tokens + counts[name]
 
     def ended(self, request: Request, *, is_complete: bool) -> tuple[bool, dict[str, Any] | None]:
         """Return whether vLLM keeps the request's blocks, and what its answer says of its prompt.
@@ -323,6 +362,29 @@ class Scheduler:
             known = self._known.get(name)
             if known is not None:
                 known.is_receiving = False
+
+    def failed(self, requests: Iterable[str]) -> None:
+        """Take note of requests of several groups of which something has not come: they are computed."""
+        for name in requests:
+            if name in self._known:
+                self._known[name].failed = True
+
+    def read(self, numbers: Iterable[int]) -> None:
+        """Take note of stores that a rank has done with a group, or given up: vLLM may have their blocks back."""
+        for number in numbers:
+            blocks, left = self._held.pop(number, ([], 0))
+            if left > 1:
+                self._held[number] = blocks, left - 1
+            elif blocks:
+                assert self._block_pool is not None
+                self._block_pool.free_blocks(blocks)
+
+    def _hold(self, number: int, ids: Iterable[int], times: int) -> None:
+        """Keep blocks from others until a store was said to be done this often: a window may leave them before."""
+        if self._block_pool is not None:
+            blocks = [self._block_pool.blocks[one] for one in ids]
+            self._block_pool.touch(blocks)
+            self._held[number] = blocks, times
 
     def stored(self, numbers: Iterable[int]) -> None:
         """Take note of stores that ranks have done."""
@@ -369,6 +431,10 @@ class Scheduler:
 
     def _has_cache(self) -> bool:
         """Return whether the daemon has a prefix cache for this engine's pools."""
+        why = why_not_cached(self._groups)
+        if why:
+            logger.warning("kvferry: this engine has no prefix cache beyond its own: %s", why)
+            return False
         try:
             with self._engine.client() as client:
                 client.lookup(self._told.pool_of(0), [bytes(HASH_BYTES)], pin=False)
@@ -394,9 +460,37 @@ class Scheduler:
                 known.handoff, known.refused = handoff, f"{error.field}: {error.detail}"
             return
         known.handoff = handoff
-        known.prompt = prompt_digest(request, known.adapter)
+        if handoff.do_remote_decode and not self._cut(request):
+            self._abandon_sending(known)
+            return
+        known.prompt = prompt_digest(request, known.adapter, self._handed_on(request))
         if handoff.do_remote_decode:
             known.transfer = handoff.transfer_id or new_request_id()
+
+    def _cut(self, request: Request) -> bool:
+        """Have vLLM compute a prompt as far as decode takes it; return whether there is something to be handed on.
+
+        A state is that after its last token, and a window that before the next one: so nothing may follow.
+        """
+        kept_back = self._kept_back
+        if not kept_back:
+            return True
+        if request.num_prompt_tokens <= kept_back or getattr(request, "skip_reading_prefix_cache", False):
+            return False
+        tokens = request.prompt_token_ids
+        if tokens is not None:
+            del tokens[-kept_back:]
+        else:
+            request.prompt_embeds = request.prompt_embeds[:-kept_back]
+        del request._all_token_ids[-kept_back:]  # noqa: SLF001  as vLLM's own connector does
+        request.num_prompt_tokens -= kept_back
+        request.max_tokens = 1
+        return True
+
+    def _handed_on(self, request: Request) -> int:
+        """Return how many tokens of a prompt decode takes."""
+        params = request.kv_transfer_params or {}
+        return int(request.num_prompt_tokens) - (0 if params.get("do_remote_decode") else self._kept_back)
 
     def _check(self, handoff: Handoff) -> None:
         """Raise InvalidFieldError where the other engine says what does not fit this one."""
@@ -478,10 +572,8 @@ class Scheduler:
 
     # -- prefill to decode
 
-    def _receive(self, known: Known, handoff: Handoff) -> None:
+    def _receive(self, known: Known, handoff: Handoff, blocks: tuple[Blocks, ...]) -> None:
         request = known.request
-        first = known.local // self._block_size
-        stop = -(-request.num_prompt_tokens // self._block_size)
         sources: tuple[str, ...] = ()
         if not known.refused:
             try:
@@ -494,8 +586,7 @@ class Scheduler:
         self._work.receives.append(
             Receive(
                 request=request.request_id,
-                blocks=Blocks(known.blocks[first:stop], first),
-                tokens=request.num_prompt_tokens - first * self._block_size,
+                blocks=blocks,
                 parts=() if known.refused else handoff.parts(self._told.ranks),
                 sources=sources,
                 prompt=known.prompt,
@@ -508,16 +599,15 @@ class Scheduler:
         request = known.request
         prompt = request.num_prompt_tokens
         known.is_sent = tokens >= prompt
-        stop = -(-prompt // self._block_size) if known.is_sent else tokens // self._block_size
-        if stop <= known.sent and not known.is_sent:
+        tokens = min(tokens, prompt)
+        blocks = self._blocks(known, known.sent, tokens, is_last=known.is_sent, end=prompt)
+        if not blocks and not known.is_sent:
             return
-        blocks = Blocks(known.blocks[known.sent : stop], known.sent)
-        count = min(prompt, stop * self._block_size) - known.sent * self._block_size
         content = os.urandom(HASH_BYTES) if self._is_mixed(known) else known.prompt  # nobody's
-        work.sends.append(Send(request.request_id, blocks, count, self._sent_ids(known), known.is_sent, content))
+        work.sends.append(Send(request.request_id, blocks, self._sent_ids(known), known.is_sent, content))
         if not known.sent:
             known.boot_id = self._engine.boot_id
-        known.sent, known.is_read = stop, True
+        known.sent, known.is_read = tokens, True
 
     def _abandon(self, handoff: Handoff) -> None:
         """Tell prefill that nobody comes for a prompt."""
@@ -570,7 +660,7 @@ class Scheduler:
         known.labels = labels_of(known.request, known.adapter)
         known.key, known.names, known.stored, known.is_mixed = None, [], 0, False
         if known.prompt:
-            known.prompt = prompt_digest(known.request, known.adapter)
+            known.prompt = prompt_digest(known.request, known.adapter, self._handed_on(known.request))
 
     def watch(self, block_pool: BlockPool) -> None:
         """Have the weights looked at where vLLM's own prefix cache is reset: who changes them has to do so."""
@@ -615,18 +705,23 @@ class Scheduler:
             known.key = key_of(known.labels, self._weights)
         if known.key is None:
             return []
-        hashes = known.request.block_hashes
-        known.names += [name_of(bytes(one), known.key) for one in hashes[len(known.names) : stop]]
+        hashes, each = known.request.block_hashes, self._hashes
+        numbers = range(len(known.names), min(stop, len(hashes) // each))
+        known.names += [name_of(bytes(hashes[(number + 1) * each - 1]), known.key) for number in numbers]
         return known.names[:stop]
 
-    def _look_up(self, known: Known) -> None:
-        """Ask for the longest cached prefix; all but the last token, which must be computed."""
+    def _look_up(self, known: Known, most: int = LONGEST_LIST) -> None:
+        """Ask for the longest cached prefix, of ``most`` blocks; all but the last token, which must be computed."""
         if not self._caches or getattr(known.request, "skip_reading_prefix_cache", False):
             return
-        names = self._names(known, min(LONGEST_LIST, (known.request.num_tokens - 1) // self._block_size))
+        names = self._names(known, min(most, (known.request.num_tokens - 1) // self._unit))
         if not names or self._engine.is_away:
             return
-        bodies = [Lookup(pool=self._told.pool_of(rank), hashes=joined(names)) for rank in range(self._told.ranks)]
+        needed = tuple(one.cached(self._unit) for one in self._groups)
+        bodies = [
+            Lookup(pool=self._told.pool_of(rank), hashes=joined(names), groups=needed)
+            for rank in range(self._told.ranks)
+        ]
         try:
             with self._engine.client() as client:
                 generation = self._engine.generation
@@ -660,7 +755,12 @@ class Scheduler:
             self._give_back(known)  # the daemon stands still
             known.lookups = Lookups(lookups.generation, [])
             return 0
-        return min((one.blocks for one in lookups.found), default=0)
+        lengths = {one.blocks for one in lookups.found} or {0}
+        if len(lengths) > 1 and self._kept_back:  # a lease has of a window the blocks at its own end only
+            self._give_back(known)
+            self._look_up(known, min(lengths))
+            return None if min(lengths) else 0
+        return min(lengths)
 
     def _answered(self, lookups: Lookups, wait_s: float) -> bool:
         """Take the answers that have come; return whether all have, or none ever will."""
@@ -700,22 +800,36 @@ class Scheduler:
         if found.lease:
             self._engine.say(asked(Unpin(lease=found.lease)))
 
-    def _store(self, work: StepWork, known: Known, tokens: int) -> None:
-        """Store what a step completes of blocks whose hash is known: those of drafts that fail have none."""
-        stop = min(tokens // self._block_size, len(known.request.block_hashes), len(known.blocks))
-        first = known.stored
+    def _store(self, work: StepWork, known: Known, before: int, tokens: int) -> None:
+        """Store what a step completes of blocks whose hash is known: those of drafts that fail have none.
+
+        ``before``: tokens that were computed before the step. What their windows have left is others' already.
+        """
+        unit, first = self._unit, known.stored
+        hashed = len(known.request.block_hashes) // self._hashes
+        held = min(len(ids) // each for ids, each in zip(known.blocks, self._each, strict=True))
+        stop = min(tokens // unit, hashed, held)
         if stop <= first:
             return
         names = [] if self._is_mixed(known) else self._names(known, stop)
         if not names:
             return
-        parent = names[first - 1] if first else None
         self._stores += 1
-        blocks = Blocks(known.blocks[first:stop], first)
-        work.stores.append(Store(self._stores, known.request.request_id, blocks, names[first:stop], parent))
+        name, stores, leaving = known.request.request_id, [], []
+        for number, (group, each) in enumerate(zip(self._groups, self._each, strict=True)):
+            begin = max(first, group.first(before) // each)
+            if begin < stop:
+                ids = known.blocks[number][begin * each : stop * each]
+                parent = names[begin - 1] if begin else None
+                blocks = Blocks(ids, begin * each, number)
+                stores.append(Store(self._stores, name, blocks, names[begin:stop], parent))
+                leaving += [] if group.reach is None else ids
+        if leaving:
+            self._hold(self._stores, leaving, len(stores) * self._told.ranks)
+        work.stores += stores
         known.stored, known.is_read = stop, True
         if self._events is not None:
-            self._events.stores(self._stores, known.request, names[first:stop], first)
+            self._events.stores(self._stores, known.request, names[first:stop], first, len(stores))
 
 
 def _is_given(known: Known) -> bool:

@@ -7,20 +7,22 @@ says; what cannot be stored is dropped.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from kvferry.clients import KvferryError, TierOperation, Transfer, pages
+from kvferry.clients import KvferryError, Pages, TierOperation, Transfer, pages
 from kvferry.clients.batch import Batch
 from kvferry.clients.calls import asked
 from kvferry.clients.layers import LAYERED_BYTES
 from kvferry.clients.vllm.layers import NamedLayers
 from kvferry.clients.vllm.metadata import (
+    Blocks,
     Load,
     Receive,
     Send,
@@ -71,7 +73,7 @@ class Read(NamedTuple):
     work: Transfer | TierOperation
     generation: int
     began_s: float
-    blocks: int
+    size: int
     number: int
 
 
@@ -84,7 +86,7 @@ class Sending:
         work: the latest chunk's, which tells of the transfer; None: the daemon was not asked yet, or had no room.
         earlier: those of the chunks before, each of which may be refused.
         generation: of the engine's client then.
-        blocks: how many were sent.
+        sent: the blocks of all chunks.
         asked: the first chunk, which the daemon may have no room for.
         unsent: chunks that wait, as one.
         has_last: whether the prompt's last chunk has come.
@@ -97,7 +99,7 @@ class Sending:
         self.work: Transfer | None = None
         self.earlier: list[Transfer] = []
         self.generation = 0
-        self.blocks = 0
+        self.sent: list[Blocks] = []
         self.asked: Send | None = None
         self.unsent: Send | None = None
         self.has_last = False
@@ -124,13 +126,13 @@ class Sending:
         else:
             self.earlier.append(self.work)
         self.work, self.generation, self.unsent = work, generation, None
-        self.blocks += len(one.blocks.ids)
+        self.sent += one.blocks
 
     def refused(self) -> None:
         """Take note that the daemon has no room for it: the same is asked for again."""
         assert self.asked is not None
         self.unsent = self.asked if self.unsent is None else joined_chunks(self.asked, self.unsent)
-        self.asked, self.work, self.blocks = None, None, 0
+        self.asked, self.work, self.sent = None, None, []
 
     def fail(self, error: KvferryError) -> None:
         """Take note that nothing more of it is sent."""
@@ -154,6 +156,7 @@ class Worker:
         """Take a rank's session, memory and weights."""
         self._engine = engine
         self._memory = memory
+        self._groups = memory.groups
         self._weights = weights
         self._look = 0
         """The number of the look that was taken at them, and is not reported."""
@@ -164,14 +167,19 @@ class Worker:
         """By request."""
         self._sends: dict[str, Sending] = {}
         """By request, until its last chunk has come or it has ended."""
-        self._writes: dict[str, Write] = {}
+        self._writes: dict[str, list[Write]] = defaultdict(list)
+        """By request: of a load one for each group."""
         self._cancelled: dict[str, float] = {}
         """By request whose transfers or loads the daemon was told to end: when it is told again."""
         self._asks_at_s = 0.0
         self._ended: set[str] = set()
         """Requests whose blocks vLLM keeps until they are reported."""
         self._invalid: set[int] = set()
+        self._lost: set[str] = set()
+        """Requests of several groups of which something has not come, until they are reported."""
         self._stored: list[int] = []
+        self._read: list[int] = []
+        """Numbers of stores that read no block any more, whether they have worked or not."""
         self._failures: set[tuple[str, str]] = set()
         self._steps: tuple[LayerStep, ...] = ()
         """Of the chunks that go layer by layer in the step that is being computed."""
@@ -222,7 +230,7 @@ class Worker:
         now_s = time.monotonic()
         for one in writes:
             work_of = begun.get(id(one))
-            self._writes[one.request] = Write(work_of, generation, now_s, one, refused.get(one.request))
+            self._writes[one.request].append(Write(work_of, generation, now_s, one, refused.get(one.request)))
         self._note_reads(layered, begun, generation)
 
     def filled(self, layer: str) -> None:
@@ -237,7 +245,7 @@ class Worker:
         if not (sends or work.stores):
             return
         told: list[Store | Send] = [*sends, *work.stores]
-        self._memory.copy_out(sorted({block for one in told for block in one.blocks.ids}))
+        self._memory.copy_out(blocks for one in told for blocks in _blocks_of(one))
         for one in sends:
             self._sending(one).add(one._replace(prompt=self._with_weights(one.prompt)))
         if sends:
@@ -254,9 +262,9 @@ class Worker:
         self._poll()
         self._cancel_again()
         self._go_on()
-        loaded = {request for request, one in tuple(self._writes.items()) if self._is_written(one)}
+        loaded = {request for request, writes in tuple(self._writes.items()) if self._are_written(writes)}
         for request in loaded:
-            del self._writes[request]
+            self._end_writes(self._writes.pop(request))
         for request in [one for one in {*self._reads, *self._sends} if self._is_read_out(one)]:
             if not self._has_more(request):
                 self._forget(request)
@@ -269,9 +277,19 @@ class Worker:
         taken, self._invalid = self._invalid, set()
         return taken
 
+    def lost(self) -> set[str]:
+        """Return the requests of several groups of which something could not be loaded, once."""
+        taken, self._lost = self._lost, set()
+        return taken
+
     def stored(self) -> list[int]:
         """Return the numbers of the stores that are done, once."""
         taken, self._stored = self._stored, []
+        return taken
+
+    def read(self) -> list[int]:
+        """Return the numbers of the stores that read no block any more, once."""
+        taken, self._read = self._read, []
         return taken
 
     def looked(self) -> dict[int, tuple[int, bytes]]:
@@ -288,7 +306,7 @@ class Worker:
 
     def _is_layered(self, one: Send) -> bool:
         """Return whether a chunk goes layer by layer: the daemon moves smaller ones as a whole all the same."""
-        return len(one.blocks.ids) * self._memory.block_bytes >= LAYERED_BYTES
+        return self._memory.size_of(one.blocks) >= LAYERED_BYTES
 
     def _layered(self, sends: Sequence[Send]) -> list[Send]:
         """Return the chunks that go layer by layer, having made their steps."""
@@ -326,7 +344,7 @@ class Worker:
 
     def _refused(self, work: StepWork) -> dict[str, KvferryError]:
         """Return the loads and receives of a step that are not begun, and why."""
-        live = {one.asked.parts for one in self._writes.values() if isinstance(one.asked, Receive)}
+        live = {one.asked.parts for one in self._all_writes() if isinstance(one.asked, Receive)}
         refused: dict[str, KvferryError] = {}
         for one in work.receives:
             if one.refused:
@@ -342,7 +360,7 @@ class Worker:
         now_s = time.monotonic()
         if now_s >= self._asks_at_s:
             sends = [one for one in self._sends.values() if one.error is None and _has_no_room(one.work)]
-            again = [one.asked for one in self._writes.values() if self._waits_for_room(one, now_s)]
+            again = [one.asked for one in self._all_writes() if self._waits_for_room(one, now_s)]
             if sends or again:
                 self._asks_at_s = now_s + ASK_AGAIN_S
                 if ("room", "") not in self._failures:
@@ -355,8 +373,8 @@ class Worker:
         due, again = self._due(), again[:ASK_AT_ONCE]
         begun, generation = self._begin([*due, *again])
         for one in again:
-            before = self._writes[one.request]
-            self._writes[one.request] = before._replace(work=begun.get(id(one)), generation=generation)
+            (before,) = self._writes[one.request]
+            self._writes[one.request] = [before._replace(work=begun.get(id(one)), generation=generation)]
         self._note_reads(due, begun, generation)
 
     def _waits_for_room(self, one: Write, now_s: float) -> bool:
@@ -420,8 +438,11 @@ class Worker:
             read = begun.get(id(one))
             if isinstance(one, Send):
                 self._note_send(one, read, generation)
-            elif read is not None:
-                self._reads[one.request].append(Read(read, generation, now_s, len(one.blocks.ids), one.number))
+            elif read is None:
+                self._read.append(one.number)
+            else:
+                size = self._memory.size_of([one.blocks])
+                self._reads[one.request].append(Read(read, generation, now_s, size, one.number))
 
     def _note_send(self, one: Send, work: Transfer | TierOperation | None, generation: int) -> None:
         """Take note of a chunk; the chunks of a prompt are one transfer."""
@@ -440,15 +461,15 @@ class Worker:
                 one.leases[self._rank],
                 np.array(one.blocks.ids),
                 first_block=one.skipped,
-                unpin=True,
+                group=self._groups[one.blocks.group].component,
+                unpin=one.is_last,
                 deadline_s=self._settings.cache_s,
             )
-        lists = [pages(np.array(one.blocks.ids), first_page=one.blocks.first, tokens=one.tokens)]
         part = one.parts[self._rank]
         return step.receive(
             self._pool,
             part.request_id,
-            lists,
+            [self._pages(blocks) for blocks in one.blocks],
             sources=part.pools or 1,
             destinations=part.destinations,
             source_daemons=one.sources,
@@ -462,20 +483,26 @@ class Worker:
             np.array(whole.ids),
             parent=whole.parent,
             chains=whole.chains,
+            group=self._groups[whole.group].component,
+            block_pages=whole.each,
             deadline_s=self._settings.cache_s,
         )
 
     def _begin_send(self, step: Batch, one: Send) -> Transfer:
-        lists = [pages(np.array(one.blocks.ids), first_page=one.blocks.first, tokens=one.tokens)]
         return step.send(
             self._pool,
             one.ids[self._rank],
-            lists if one.blocks.ids else [],
+            [self._pages(blocks) for blocks in one.blocks],
             payload=one.prompt if one.is_last else b"",
             last=one.is_last,
             steps=self._steps if self._is_layered(one) else (),
             deadline_s=self._settings.hold_s,
         )
+
+    def _pages(self, blocks: Blocks) -> Pages:
+        group = self._groups[blocks.group]
+        tokens = blocks.tokens if self._memory.pool.page_size == group.block_size else None  # else they are bytes
+        return pages(np.array(blocks.ids), first_page=blocks.first, tokens=tokens, component=group.component)
 
     def _with_weights(self, prompt: bytes) -> bytes:
         """Return what both sides compare: the prompt, and the weights, where they are no longer the pool's."""
@@ -497,13 +524,13 @@ class Worker:
 
     def _cancel(self, request: str) -> None:
         """Have the daemon end a request's transfers and loads; it says when it has. Stores go on: they are short."""
-        write, sending = self._writes.get(request), self._sends.get(request)
-        if write is not None and _has_no_room(write.work):
-            self._writes[request] = write._replace(refused=CancelledError("the request was aborted"))
+        writes, sending = self._writes.get(request, []), self._sends.get(request)
+        if writes and _has_no_room(writes[0].work):
+            writes[0] = writes[0]._replace(refused=CancelledError("the request was aborted"))
         if sending is not None and sending.error is None and (sending.work is None or _has_no_room(sending.work)):
             sending.fail(CancelledError("the request was aborted"))
             self._say_abandoned(sending.request_id, "send", ())
-        for work in (write and write.work, sending and sending.work):
+        for work in (*(one.work for one in writes), sending and sending.work):
             if isinstance(work, Transfer) and work.finished is None and not work.is_settled:
                 key = work.key
                 body = Cancel(request_id=key.request_id, pool=key.pool, direction=key.direction, wait=False)
@@ -551,27 +578,43 @@ class Worker:
         self._cancelled.pop(request, None)
         sending = self._sends.pop(request, None)
         if sending is not None and sending.error is None:
-            self._worked("send", sending.blocks, sending.began_s)
+            self._worked("send", self._memory.size_of(sending.sent), sending.began_s)
         for one in self._reads.pop(request, ()):
+            self._read.append(one.number)
             error = one.work.error or (None if _has_ended(one.work) else DaemonLostError("the daemon ended"))
             if error is None:
-                self._worked("store", one.blocks, one.began_s)
+                self._worked("store", one.size, one.began_s)
                 self._stored.append(one.number)
             else:
                 self._failed("store", error)
 
-    def _is_written(self, one: Write) -> bool:
-        """Return whether a load has ended; what is missing counts as invalid then."""
-        if not self._is_over(one) or self._waits_for_room(one, time.monotonic()):
-            return False
-        error, arrived = self._outcome(one)
-        ids = one.asked.blocks.ids
-        self._memory.copy_in(ids[:arrived])
-        self._invalid.update(ids[arrived:])
+    def _all_writes(self) -> Iterator[Write]:
+        return itertools.chain.from_iterable(self._writes.values())
+
+    def _are_written(self, writes: Sequence[Write]) -> bool:
+        now_s = time.monotonic()
+        return all(self._is_over(one) and not self._waits_for_room(one, now_s) for one in writes)
+
+    def _end_writes(self, writes: Sequence[Write]) -> None:
+        """Take note of how a request's loads ended; what is missing counts as invalid, or lost, from now on."""
+        for one in writes:
+            error, arrived = self._outcome(one)
+            blocks = _blocks_of(one.asked)
+            if error is None:
+                self._memory.copy_in(blocks)
+            elif len(self._groups) > 1:  # ids of several groups say nothing of a prompt's order
+                self._lost.add(one.asked.request)
+            else:
+                (ids,) = [each.ids for each in blocks] or [[]]
+                self._memory.copy_in([blocks[0]._replace(ids=ids[:arrived])] if arrived else [])
+                self._invalid.update(ids[arrived:])
+            self._note_write(one, error)
+
+    def _note_write(self, one: Write, error: Exception | None) -> None:
         what: Kind = "load" if isinstance(one.asked, Load) else "receive"
         if error is None:
-            self._worked(what, arrived, one.began_s)
-            return True
+            self._worked(what, self._memory.size_of(_blocks_of(one.asked)), one.began_s)
+            return
         self._failed(what, error, one.asked.request)
         never_came = one.work is None or one.work.refused is not None
         never_came |= isinstance(error, StaleBootError | DaemonLostError)  # or no daemon knows of it any more
@@ -580,27 +623,25 @@ class Worker:
             self._engine.say(asked(Unpin(lease=one.asked.leases[self._rank])))
         elif never_came and isinstance(one.asked, Receive) and one.asked.parts:
             self._say_abandoned(one.asked.parts[self._rank].request_id, "receive", one.asked.sources)
-        return True
 
     def _outcome(self, one: Write) -> tuple[Exception | None, int]:
         """Return why a load failed, and how many leading blocks it has filled."""
-        work, count = one.work, len(one.asked.blocks.ids)
+        work = one.work
         if one.refused is not None:
             return one.refused, 0
         if work is None or not _has_ended(work):
             return DaemonLostError("the daemon ended, or is away"), 0
         if isinstance(work, TierOperation):
-            loaded = 0 if work.done is None else work.done.loaded
-            return work.error, count if work.error is None else min(loaded, count)
+            return work.error, 0 if work.done is None else work.done.loaded
         if work.error is None and isinstance(one.asked, Receive):
             assert work.finished is not None
             if work.finished.payload != self._with_weights(one.asked.prompt):
                 what = "another prompt, or the same one with another adapter or other weights"
                 return LengthMismatchError(f"the other server has computed {what}", field="transfer_id"), 0
-        return work.error, count if work.error is None else 0
+        return work.error, 0
 
-    def _worked(self, what: Kind, blocks: int, began_s: float) -> None:
-        self.moved.record(what, blocks * self._memory.block_bytes, time.monotonic() - began_s)
+    def _worked(self, what: Kind, size: int, began_s: float) -> None:
+        self.moved.record(what, size, time.monotonic() - began_s)
         if self._failures:
             self._failures = {one for one in self._failures if one[0] not in {what, "begin", "poll", "room"}}
 
@@ -616,6 +657,10 @@ class Worker:
         if cause not in self._failures:
             self._failures.add(cause)
             logger.warning("kvferry: %s failed%s: %s", what, f" for {request}" if request else "", error)
+
+
+def _blocks_of(one: Load | Receive | Store | Send) -> tuple[Blocks, ...]:
+    return (one.blocks,) if isinstance(one, Load | Store) else one.blocks
 
 
 def _code(error: Exception) -> str:

@@ -4,6 +4,7 @@
 ranks. ``tiny-mla`` is a MiniCPM3: of SGLang's MLA models it alone always attends to the latent rows. DeepSeek's first
 expands them for a prompt with no cached prefix, and on a CPU no attention backend of SGLang has both.
 ``tiny-deepseek`` is a DeepSeek V3 without experts: of vLLM's MLA models on a CPU, those of its rows alone.
+``tiny-gemma``, ``tiny-oss`` and ``tiny-granite`` are a Gemma 3, a gpt-oss and a Granite 4, of several KV cache groups.
 ``tiny-windows`` is a Spark 2.5, whose windows SGLang keeps in a pool of their own, ``tiny-conv`` an LFM2 and
 ``tiny-delta`` a Qwen3-Next.
 """
@@ -21,6 +22,9 @@ from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GraniteMoeHybridConfig,
     Lfm2Config,
     LlamaConfig,
     MiniCPM3Config,
@@ -34,10 +38,14 @@ from tests.kit.folders import (
     TINY_CONV,
     TINY_DEEPSEEK,
     TINY_DELTA,
+    TINY_GEMMA,
     TINY_GQA,
+    TINY_GRANITE,
     TINY_MHA,
     TINY_MLA,
+    TINY_OSS,
     TINY_WINDOWS,
+    WINDOW,
 )
 
 SPREAD: Final = 0.2
@@ -114,6 +122,7 @@ def main() -> None:
     )
     made = {TINY_MHA: mha, TINY_GQA: gqa, TINY_MLA: mla, TINY_DEEPSEEK: deepseek, TINY_ASCEND: ascend}
     made |= {TINY_CONV: conv, TINY_DELTA: delta}
+    made |= {TINY_GEMMA: gemma(), TINY_OSS: gpt_oss(), TINY_GRANITE: granite()}
     deepseek.moe_layer_freq, delta.full_attention_interval = 1, 4  # SGLang reads them
     for name, config in made.items():
         save_random(config, folder / name)
@@ -121,6 +130,39 @@ def main() -> None:
     for name in (*made, TINY_WINDOWS):
         for file in demo.glob("tokenizer*"):
             shutil.copy(file, folder / name)
+
+
+def gemma() -> Gemma3TextConfig:
+    """Return a Gemma 3: vLLM has its layers in three groups."""
+    sizes: dict[str, Any] = {**COMMON, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
+    types = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    return Gemma3TextConfig(**sizes, head_dim=32, query_pre_attn_scalar=32, sliding_window=WINDOW, layer_types=types)
+
+
+def gpt_oss() -> GptOssConfig:
+    """Return a gpt-oss: two groups, of windows and of full attention."""
+    sizes: dict[str, Any] = {**COMMON, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
+    types = ["sliding_attention", "full_attention"] * 2
+    return GptOssConfig(**{**sizes, **experts}, head_dim=32, sliding_window=WINDOW, layer_types=types)
+
+
+def granite() -> GraniteMoeHybridConfig:
+    """Return a Granite 4: a group of attention and one of states."""
+    sizes: dict[str, Any] = {**COMMON, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return GraniteMoeHybridConfig(
+        **sizes,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=256,
+        layer_types=["mamba", "attention"] * 2,
+        mamba_n_heads=8,
+        mamba_d_head=32,
+        mamba_d_state=16,
+        mamba_n_groups=1,
+        mamba_expand=2,
+        mamba_chunk_size=64,
+    )
 
 
 def save_random(config: Any, folder: Path) -> None:  # noqa: ANN401  a model's configuration
@@ -145,7 +187,7 @@ def save_windows(folder: Path) -> None:
         "num_hidden_layers": 4,
         "head_dim": dim,
         "headwise_attn_output_gate": True,
-        "sliding_window": 96,
+        "sliding_window": WINDOW,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "rms_norm_eps": 1e-6,
         "torch_dtype": "float32",

@@ -32,7 +32,16 @@ from kvferry.clients import Client
 from kvferry.protocol.tier_messages import CachedBlockStatus
 from kvferry.protocol.transfer_messages import LayerStep
 from tests.kit.daemons import Daemon, soon
-from tests.kit.folders import MODELS, SMOLLM2, TINY_DEEPSEEK, TINY_MHA
+from tests.kit.folders import (
+    MODELS,
+    SMOLLM2,
+    TINY_DEEPSEEK,
+    TINY_DELTA,
+    TINY_GEMMA,
+    TINY_GRANITE,
+    TINY_MHA,
+    TINY_OSS,
+)
 from tests.vllm.servers import BLOCK, REMOTE_DECODE
 
 BLOCKS: Final = 96
@@ -72,8 +81,13 @@ OPTIONS: Final[Mapping[str, Any]] = {
 
 OF_MODEL: Final[Mapping[str | Path, Mapping[str, Any]]] = {
     TINY_DEEPSEEK: {"attention_config": {"backend": "CPU_MLA"}, "block_size": 16},
+    TINY_GEMMA: {"num_gpu_blocks_override": 2 * BLOCKS},
+    TINY_OSS: {"num_gpu_blocks_override": 2 * BLOCKS},
+    TINY_GRANITE: {"enable_prefix_caching": False},
+    TINY_DELTA: {"enable_prefix_caching": False, "dtype": "bfloat16"},
 }
-"""The other backend for MLA on CPUs has no float32, nor is it everywhere; this one reads blocks of 16 tokens only."""
+"""Several groups need more blocks, states an engine without a prefix cache, and the delta net is in bfloat16 only. The
+other backend for MLA on CPUs has no float32, nor is it everywhere; this one reads blocks of 16 tokens only."""
 
 START_S: Final = 150.0
 CALL_S: Final = 120.0
@@ -469,10 +483,10 @@ def received(served: Served, name: str) -> None:
     served.step_until(lambda: whole in served.scheduler.finished_recving_kv_req_ids)
 
 
-def zeroed(served: Served, name: str) -> None:
-    """Write zeros to the blocks of a request."""
-    (ids,) = served.scheduler.kv_cache_manager.get_block_ids(served.request(name).request_id)
-    for layer in served.runner.kv_caches:
+def zeroed(served: Served, name: str, group: int = 0) -> None:
+    """Write zeros to the blocks that a request has in a group."""
+    ids = served.scheduler.kv_cache_manager.get_block_ids(served.request(name).request_id)[group]
+    for layer in served.runner.kv_caches:  # those of other groups are in the same memory, in other blocks
         layer[list(ids)] = 0
 
 
@@ -788,6 +802,16 @@ def through_router(answer: Answer) -> dict[str, Any]:
     assert answer.params is not None
     said: dict[str, Any] = json.loads(json.dumps(answer.params))
     return said
+
+
+def full_group(block_size: int) -> Any:  # noqa: ANN401  only where there is a vLLM
+    """Return the only KV cache group of a model of full attention."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: PLC0415
+
+    from kvferry.clients.vllm.groups import Group  # noqa: PLC0415
+
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=16, dtype=torch.float32)
+    return Group("main", spec, ("layers.0",))
 
 
 def both_given() -> tuple[dict[str, Any], dict[str, Any]]:

@@ -16,7 +16,9 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     MLAAttentionSpec,
+    RSWASpec,
     SlidingWindowSpec,
     create_kv_cache_views,
 )
@@ -26,7 +28,9 @@ from kvferry.clients import Client, ModelIdentity
 from kvferry.clients.engine import Engine as Session
 from kvferry.clients.engine_pool import EnginePool
 from kvferry.clients.vllm.configuration import Configuration, Parallel, Settings
+from kvferry.clients.vllm.groups import groups_of
 from kvferry.clients.vllm.memory import RankMemory, Spec, choose, spec_of
+from kvferry.clients.vllm.metadata import Blocks
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.arrays import array_of
 from kvferry.protocol.errors import InvalidFieldError
@@ -52,6 +56,18 @@ MLA = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=RANK + ROPE, 
 ONE_RANK = Parallel(0, 1)
 
 
+def window(**more: Any) -> SlidingWindowSpec:  # noqa: ANN401  of vLLM's
+    """Return the same of a group of windows."""
+    told = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": WIDTH, "dtype": torch.float32, **more}
+    return SlidingWindowSpec(**{"sliding_window": 20, **told})
+
+
+def states(**more: Any) -> MambaSpec:  # noqa: ANN401  of vLLM's
+    """Return the same of a group of states, whose blocks end with a gap."""
+    told = {"block_size": 1024, "shapes": ((3, 8), (4, 5)), "dtypes": (torch.float32, torch.float32), **more}
+    return MambaSpec(**{"page_size_padded": MHA.page_size_bytes, **told})
+
+
 def names(count: int = LAYERS) -> list[str]:
     """Return the names of layers."""
     return [f"model.layers.{number}.self_attn.attn" for number in range(count)]
@@ -70,14 +86,21 @@ def vllm_config(total_heads: int = HEADS, *, device: str = "cuda", dtype: str = 
 
 def kv_cache_config(kind: Any = MHA, layout: str = "LBHNC", layers: list[str] | None = None) -> KVCacheConfig:  # noqa: ANN401
     """Return what vLLM would say of its KV memory, all of it in one allocation."""
-    layers = names() if layers is None else layers
-    page, count = kind.page_size_bytes, len(layers)
+    return grouped((kind, names() if layers is None else layers), layout=layout)
+
+
+def grouped(*groups: tuple[Any, list[str]], layout: str = "LBHNC") -> KVCacheConfig:
+    """Return the same of several groups, in the same memory."""
+    page, count = groups[0][0].page_size_bytes, max(len(layers) for _, layers in groups)
     of_layer, of_block = (page * BLOCKS, page) if layout.startswith("L") else (page, page * count)
-    tensor = KVCacheTensor(size=page * BLOCKS * count, layers=layers, layer_stride=of_layer, block_stride=of_block)
+    size = page * BLOCKS * count
     return KVCacheConfig(
         num_blocks=BLOCKS,
-        kv_cache_tensors=[tensor],
-        kv_cache_groups=[KVCacheGroupSpec(layers, kind)],
+        kv_cache_tensors=[
+            KVCacheTensor(size=size, layers=layers, layer_stride=of_layer, block_stride=of_block)
+            for _, layers in groups
+        ],
+        kv_cache_groups=[KVCacheGroupSpec(layers, kind) for kind, layers in groups],
         kv_cache_layout=layout,
     )
 
@@ -126,6 +149,52 @@ def test_every_element_is_where_the_manifest_says(kind: Any, layout: str) -> Non
     assert entry.format is not None
     assert entry.format.endswith(f"_{keys}_{values}")
     assert (entry.dtype, entry.page_tokens) == (str(kind.dtype).removeprefix("torch."), BLOCK)
+
+
+@pytest.mark.parametrize("kinds", [(MHA, window(), window()), (MHA, states())], ids=["windows", "states"])
+def test_groups_share_memory_as_the_manifest_says(kinds: tuple[Any, ...]) -> None:
+    """Each group is a component, of which the first layers lie in the same bytes."""
+    count, layers = len(kinds), names()[:7]
+    told = grouped(*((kind, layers[number::count]) for number, kind in enumerate(kinds)))
+    raw = torch.zeros(told.kv_cache_tensors[0].size, dtype=torch.int8)
+    spec = spec_of(vllm_config(), told, ONE_RANK, staged=False)
+    assert spec is not None
+    manifest = manifest_of(spec)
+    assert (manifest.region_bytes, manifest.pages) == (raw.numel(), BLOCKS)
+    for number, (group, tensor) in enumerate(zip(groups_of(told), told.kv_cache_tensors, strict=True)):
+        views = create_kv_cache_views(raw, group.spec, BLOCKS, KVCacheLayout.LBHNC, tensor)
+        array = array_of(manifest, group.component, "k")
+        bytes_of = raw.numpy()[array.start : array.start + array.size_bytes].reshape(len(views), BLOCKS, -1)
+        for place, view in enumerate(views):
+            view[number + 1].view(torch.uint8)[:] = 10 * number + place + 1  # a block of each group
+            inside = view[0].nbytes
+            assert (bytes_of[place, number + 1, :inside].view(np.uint8) == 10 * number + place + 1).all()
+            assert not bytes_of[place, number + 1, inside:].any()
+    assert [one.layer for one in manifest.entries if one.component == "main"] == list(range(0, 7, count))
+
+
+def test_blocks_that_differ_are_bytes_of_a_rank() -> None:
+    """Which pair with the very same only: a state is not cut by heads, nor read as another."""
+    of = [
+        spec_of(vllm_config(), grouped((MHA, names()[:2]), (kind, names()[2:4])), ranks, staged=True)
+        for kind, ranks in (
+            (window(), ONE_RANK),
+            (states(), ONE_RANK),
+            (states(), Parallel(1, 2)),
+            (states(shapes=((3, 8), (5, 4))), ONE_RANK),
+            (states(block_size=2048), ONE_RANK),
+        )
+    ]
+    entries = [manifest_of(one).entries[0] for one in of if one]
+    assert [(one.head_start, one.heads, one.total_heads) for one in entries] == [
+        (0, 2, 2),
+        (0, 1, 1),
+        (1, 1, 2),
+        (0, 1, 1),
+        (0, 1, 1),
+    ]
+    formats = [one.format for one in entries]
+    assert formats[1] == formats[2] == formats[4] != formats[3]
 
 
 def as_vllm(array: npt.NDArray[Any], layout: str) -> npt.NDArray[Any]:
@@ -177,22 +246,20 @@ def test_order_of_bytes_on_a_cpu_is_named() -> None:
     ("kind", "more", "said"),
     [
         (
-            SlidingWindowSpec(block_size=8, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=64),
+            RSWASpec(block_size=8, num_kv_heads=2, head_size=16, dtype=torch.float32, rswa_window=64),
             {},
-            "SlidingWindowSpec",
+            "RSWASpec",
         ),
+        (states(mamba_cache_mode="align"), {}, "mamba_cache_mode align"),
         (full_attention(state_content_bytes=136), {}, "state_content_bytes"),
         (MLAAttentionSpec(block_size=8, num_kv_heads=1, head_size=80, dtype=torch.bfloat16), {}, "latents of 80"),
         (full_attention(dtype=torch.uint8), {"dtype": "fp8_ds_mla"}, "fp8_ds_mla"),
     ],
-    ids=["window", "scales", "latents", "dtype"],
+    ids=["gap", "states", "scales", "latents", "dtype"],
 )
 def test_what_is_not_carried_is_refused_by_name(kind: Any, more: dict[str, Any], said: str) -> None:  # noqa: ANN401
     told = kv_cache_config(kind)
     with pytest.raises(InvalidFieldError, match=said):
-        spec_of(vllm_config(**more), told, ONE_RANK, staged=True)
-    told.kv_cache_groups.append(told.kv_cache_groups[0])
-    with pytest.raises(InvalidFieldError, match="2 KV cache groups"):
         spec_of(vllm_config(**more), told, ONE_RANK, staged=True)
 
 
@@ -221,7 +288,7 @@ def rank(kept_daemon: Daemon, request: pytest.FixtureRequest) -> Iterator[RankMe
     assert spec is not None
     model = ModelIdentity(name="model", revision="1")
     try:
-        yield RankMemory(request.param, EnginePool(session, "rank", spec, model, "daemon"))
+        yield RankMemory(request.param, EnginePool(session, "rank", spec, model, "daemon"), groups_of(told))
     finally:
         session.close()
 
@@ -239,7 +306,7 @@ def test_staged_blocks_are_copied_and_no_others(rank: RankMemory) -> None:
     layers = caches(raw)
     rank.take(dict(reversed(layers.items())))  # vLLM's order is not that of layers
     copies = rank.pool.tensor("k")
-    rank.copy_out([1, 3])
+    rank.copy_out([Blocks([1, 3], 0)])
     bits = [
         (layer.view(torch.int32), copy.view(torch.int32)) for layer, copy in zip(layers.values(), copies, strict=True)
     ]
@@ -248,7 +315,7 @@ def test_staged_blocks_are_copied_and_no_others(rank: RankMemory) -> None:
         assert not copy[[0, 2, 4]].any()
         copy.fill_(7)
     before = [layer.clone() for layer, _ in bits]
-    rank.copy_in([4])
+    rank.copy_in([Blocks([4], 0)])
     for (layer, _), was in zip(bits, before, strict=True):
         assert (layer[4] == 7).all()
         assert torch.equal(layer[:4], was[:4])
@@ -272,11 +339,22 @@ def test_vllm_gets_the_pools_memory_once(rank: RankMemory) -> None:
         rank.take(caches(torch.zeros_like(raw)))
 
 
+@pytest.mark.parametrize("rank", ["staged"], indirect=True)
+def test_layers_that_share_another_ones_cache_have_none(rank: RankMemory) -> None:
+    layers = caches(torch.zeros(rank.pool.elements().numel(), dtype=torch.int8))
+    rank.take({**layers, "shares": layers[names()[3]]})
+    layers[names()[3]][2] = 5
+    rank.copy_out([Blocks([2], 0)])
+    assert (rank.pool.tensor("k")[3, 2] == 5).all()
+
+
 @pytest.mark.parametrize("rank", ["owned", "staged"], indirect=True)
 def test_layers_of_another_shape_are_refused(rank: RankMemory) -> None:
     layers = caches(torch.zeros(rank.pool.elements().numel(), dtype=torch.int8))
-    with pytest.raises(InvalidFieldError, match="10 layers in 11"):
+    with pytest.raises(InvalidFieldError, match=f"10 layers in 11, without {names()[0]}"):
         rank.take(dict(list(layers.items())[1:]))
+    with pytest.raises(InvalidFieldError, match="12 layers in 11, with another"):
+        rank.take({**layers, "another": torch.zeros_like(layers[names()[0]])})
     layers[names()[3]] = layers[names()[3]][:4]
     with pytest.raises(InvalidFieldError, match=r"layer model.layers.3.self_attn.attn of the shape \(4, 2, 8, 32\)"):
         rank.take(layers)

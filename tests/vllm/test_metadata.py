@@ -48,3 +48,15 @@ def test_many_blocks_go_in_several() -> None:
     joined = joined_stores([*stores, long])
     assert [len(whole.ids) for whole, _ in joined] == [most, 1, most + 1]
     assert [one for _, parts in joined for one in parts] == [*stores, long]
+
+
+def test_groups_go_apart() -> None:
+    """A group's blocks may be smaller than what has a name: two of its blocks have one here."""
+    wide = [store(1, [1], [10]), store(2, [2, 3], [10, 11])]
+    narrow = [one._replace(blocks=Blocks([2 * one.number, 2 * one.number + 1], 0, group=1)) for one in wide]
+    narrow[1] = narrow[1]._replace(blocks=Blocks([4, 5, 6, 7], 0, group=1))
+    one, other = joined_stores([wide[0], narrow[0], wide[1], narrow[1]])
+    assert one[1] == wide
+    assert (one[0].group, one[0].each, one[0].ids, one[0].names) == (0, 1, [1, 3], names(10, 11))
+    assert other[1] == narrow
+    assert (other[0].group, other[0].each, other[0].ids, other[0].names) == (1, 2, [2, 3, 6, 7], names(10, 11))

@@ -35,6 +35,7 @@ from kvferry.clients.engine import Engine
 from kvferry.clients.vllm.configuration import Configuration, Settings
 from kvferry.clients.vllm.scheduler import Scheduler
 from tests.kit.daemons import Daemon, soon
+from tests.vllm.in_process import full_group
 
 TOKENS: Final = 4
 """Of a block."""
@@ -62,7 +63,7 @@ class Side:
         with self.engine.client() as client:
             client.create_pool(name, SPEC, model=model)
             self._pages = client.allocate(name, BLOCKS)
-        self.scheduler = Scheduler(self.engine, told, "127.0.0.1", None)
+        self.scheduler = Scheduler(self.engine, told, [full_group(TOKENS)], TOKENS, "127.0.0.1", None)
         self._pool = name
 
     def computed(self, request: Any, *, local: int = 0) -> Any:  # noqa: ANN401  vLLM's

@@ -31,6 +31,7 @@ from tests.vllm.in_process import (
     by_hand,
     cached_blocks,
     engine,
+    full_group,
     is_pinned,
     left,
     metrics,
@@ -141,7 +142,7 @@ def test_reset_waits_for_what_is_being_stored(kept_daemon: Daemon) -> None:
     with contextlib.closing(session), Client.connect(kept_daemon.runtime_dir, instance="reset") as worker:
         worker.create_pool("reset", spec, model=model, lifetime="instance")
         ids = worker.allocate("reset", 64)
-        scheduler = Scheduler(session, told, "127.0.0.1", None)
+        scheduler = Scheduler(session, told, [full_group(BLOCK)], BLOCK, "127.0.0.1", None)
         with kept_daemon.stopped():
             storing = worker.store("reset", [bytes([number]) * 16 for number in range(64)], ids)
         worker.wait_accepted(storing)  # else the reset, on a connection of its own, may be there before it
