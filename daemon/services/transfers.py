@@ -167,7 +167,8 @@ class TransferService:
                 self._state_machine.comes_later(Half(call.session.tenant, body.request_id, "receive"))
                 return self._receive_later(call, steps)
             return self._receive_to_host(call, body, context, plan)
-        ranges = page_ranges(body.lists, call.ids, context.pool.manifest, may_end_inside=True)
+        manifest = context.pool.manifest
+        ranges = page_ranges(body.lists, call.ids, manifest, may_end_inside=True, may_be_in_place=True)
         return self._begin_receive_into(call, context, ranges, body)
 
     async def _receive_later(self, call: Call, steps: Iterator[None]) -> Answer:

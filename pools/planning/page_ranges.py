@@ -85,6 +85,7 @@ def page_ranges(
     *,
     may_end_inside: bool,
     may_lack: bool = False,
+    may_be_in_place: bool = False,
 ) -> tuple[PageRange, ...]:
     """Return a message's page lists with their ids.
 
@@ -97,6 +98,8 @@ def page_ranges(
         manifest: the manifest of the message's pool.
         may_end_inside: whether the last page may be partly filled; false in a chunk that others follow.
         may_lack: whether required components may have no list; true in a chunk of several.
+        may_be_in_place: whether a paged component's list may be empty after a prefix, beside filled ones of others:
+            all its pages are in place.
 
     Raises:
         UnknownComponentError: a list names a component that the pool lacks, or a required component has no list.
@@ -108,7 +111,8 @@ def page_ranges(
     of_component: dict[str, list[PageRange]] = {}
     for index, (one, its_ids) in enumerate(zip(lists, ids, strict=True)):
         inside = may_end_inside and index == last[one.component]
-        found = _page_range(one, its_ids, manifest, f"lists[{index}]", may_end_inside=inside, may_be_empty=no_pages)
+        may_be_empty = no_pages or (may_be_in_place and bool(one.first_page))
+        found = _page_range(one, its_ids, manifest, f"lists[{index}]", may_end_inside=inside, may_be_empty=may_be_empty)
         of_component.setdefault(one.component, []).append(found)
     ranges = [_in_one(one) for one in of_component.values()]
     ranges = [*_with_shared(ranges, manifest), *_implied(ranges, manifest)]

@@ -176,7 +176,7 @@ class TransferHarness:
         lists, frames = _lists(ids, first_page, tokens)
         count, names = (sources, ()) if isinstance(sources, int) else (len(sources), sources)
         try:
-            ranges = page_ranges(lists, frames, pool.manifest, may_end_inside=True)
+            ranges = page_ranges(lists, frames, pool.manifest, may_end_inside=True, may_be_in_place=True)
             context = self._context(session, pool, request, deadline_s)
             return self.state_machine.receive(context, ranges, count, destinations, source_daemons, names)
         finally:

@@ -114,6 +114,17 @@ def test_several_lists_of_a_component_are_one_with_gaps(pool: Pool) -> None:
     assert (draft.logical_pages, draft.ids.tolist(), draft.implied) == (main.logical_pages, [9, 4, 2, 3, 6], True)
 
 
+def test_an_empty_list_after_a_prefix_is_in_place_only_where_pages_are_received(pool: Pool) -> None:
+    lists, ids = [of("main", 0, first_page=3), of("mamba", 1)], [np.array([], np.int64), np.array([1])]
+    main, _, draft = page_ranges(lists, ids, pool.manifest, may_end_inside=True, may_be_in_place=True)
+    assert [(one.first_page, one.end_page) for one in (main, draft)] == [(3, 3)] * 2
+    for first_page, may_be_in_place in ((3, False), (0, True)):
+        lists[0] = of("main", 0, first_page=first_page)
+        with pytest.raises(errors.EmptyPagesError) as refused:
+            page_ranges(lists, ids, pool.manifest, may_end_inside=True, may_be_in_place=may_be_in_place)
+        assert refused.value.field == "lists[0].pages"
+
+
 @pytest.mark.parametrize(
     ("error", "field", "second", "ids"),
     [

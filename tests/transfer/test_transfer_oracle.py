@@ -423,8 +423,8 @@ def _lists(
     size = model.page_size
     tokens = draw(st.integers(1, 7 * size))
     pages = -(-tokens // size)
-    prefix = draw(st.integers(0, (tokens - 1) // size))
-    start = draw(st.integers(0, prefix))
+    prefix = draw(st.integers(0, (tokens if model.kind == "mamba" else tokens - 1) // size))
+    start = draw(st.integers(0, min(prefix, pages - 1)))
     end = pages + {"short": -1, "long": 1}.get(fault, 0)
     said, heard = draw(st.booleans()), draw(st.booleans())
     ends = (tokens if said else None, tokens if heard else None)
@@ -512,7 +512,7 @@ class Party:
             ids = self.main[chunk.start : chunk.stop]
             first = (case.wanted if self.is_receive_request else case.sent).start + chunk.start
             end = case.end_tokens[self.is_receive_request]
-            tokens = end - first * case.model.page_size if last and end is not None else None
+            tokens = end - first * case.model.page_size if last and end is not None and len(ids) else None
             cut = len(ids) // 2 if case.seed % 3 == 0 else 0  # in one list, or in two without a gap
             if cut:
                 named.append((PageList(component="main", first_page=first, pages=cut), ids[:cut]))
