@@ -10,8 +10,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Final
 
@@ -20,9 +21,11 @@ import numpy.ma  # noqa: F401  numpy imports it at the first unique(), when ther
 import structlog
 import uvloop
 
-from kvferry.daemon.control.control_socket import ControlSocket
+from kvferry.daemon.control.control_socket import ControlSocket, listening_on
 from kvferry.daemon.control.dispatch import Dispatcher, OpenCall
+from kvferry.daemon.control.http_socket import Asker, HttpAnswer, HttpSocket, plain
 from kvferry.daemon.control.kept_bytes import ConnectionBytes
+from kvferry.daemon.control.loop_lag import LoopLag
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.self_ping import SelfPing
 from kvferry.daemon.control.session_socket import SessionSocket
@@ -42,8 +45,11 @@ from kvferry.daemon.process.succession import Predecessor
 from kvferry.daemon.process.threads import started_threads
 from kvferry.daemon.process.time_slices import as_others, be_as_others, be_prompt
 from kvferry.daemon.quota import Quota
+from kvferry.daemon.services import metric_sources
 from kvferry.daemon.services.adoption import Adoption
 from kvferry.daemon.services.event_rings import EventRings
+from kvferry.daemon.services.metric_catalogue import DRAINING, INFO, LISTENING, Sample
+from kvferry.daemon.services.metrics import Metrics
 from kvferry.daemon.services.peer_transfers import PeerMessenger, PeerTransferService
 from kvferry.daemon.services.pool_registry import LostPools, PoolRegistry
 from kvferry.daemon.services.pools import HostResources, PoolService
@@ -77,7 +83,7 @@ from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.limits import Limits, agree
 from kvferry.protocol.session_messages import Hello, Pong, SessionStatus, StatusReport, Welcome
 from kvferry.protocol.session_stream import RegionRequest
-from kvferry.protocol.settings import CONTROL_SOCKET, PEER_SOCKET, SESSION_SOCKET, runtime_dirs
+from kvferry.protocol.settings import CONTROL_SOCKET, METRICS_SOCKET, PEER_SOCKET, SESSION_SOCKET, runtime_dirs
 
 FETCH_THREADS = 2
 IN_FLIGHT_BYTES: Final = 128 << 20
@@ -120,6 +126,8 @@ DEFAULT_TUNING: Final = Tuning()
 
 class Daemon:
     """All parts of the daemon, put together: who is built from what, and in which order they start and end."""
+
+    _is_ready = False
 
     def __init__(
         self,
@@ -307,10 +315,11 @@ class Daemon:
             self._adoption,
         )
         self._upgrade = UpgradeService(self._dispatcher, self._control.user_of, self._adoption)
-        self._dispatcher.handle_open("HELLO", self._hello)
-        self._dispatcher.handle_open("PING", lambda _call: Pong())
-        self._dispatcher.handle_open("STATUS", self._status)
-        self._dispatcher.check_complete()
+        # -- metrics
+        self._lag = LoopLag(loop)
+        self._metrics = self._collecting(state_machine, connection_bytes)
+        self._http = self._serving_http(directory)
+        self._answer_without_session()
 
     def _network_transports(
         self, network: NetworkMemory, threads: int, state_machine: TransferStateMachine
@@ -328,6 +337,35 @@ class Daemon:
         sender = NetworkSender(self._links.send, network, self._copier, state_machine.peers, self.counters)
         return receiver, sender
 
+    def _collecting(self, state_machine: TransferStateMachine, connections: ConnectionBytes) -> Metrics:
+        kept, payloads = self._dispatcher.kept, state_machine.payloads
+        sources = (
+            self._own_samples,
+            metric_sources.of_counters(self.counters),
+            metric_sources.of_pools(self._registry),
+            metric_sources.of_sessions(self._sessions, self._session_socket),
+            metric_sources.of_kept(kept, payloads, self._sessions, connections, self._limits),
+            metric_sources.of_transfers(state_machine.endpoints),
+            metric_sources.of_peers(self._links, self._remote.receiver),
+            metric_sources.of_devices(self._devices, self._tables),
+            metric_sources.of_tiers(self._tiers),
+            metric_sources.of_descriptors(self._descriptors),
+            metric_sources.of_loop(self._lag),
+        )
+        return Metrics(sources, self._fetcher)
+
+    def _serving_http(self, directory: RuntimeDirectory) -> HttpSocket:
+        address = self._config.metrics.listen
+        by_tcp = [] if address is None else [listening_on(address, "metrics.listen")]
+        pages = {"/metrics": self._metrics.page, "/healthz": self._healthz, "/readyz": self._readyz}
+        return HttpSocket([directory.listen(METRICS_SOCKET).socket, *by_tcp], pages)
+
+    def _answer_without_session(self) -> None:
+        self._dispatcher.handle_open("HELLO", self._hello)
+        self._dispatcher.handle_open("PING", lambda _call: Pong())
+        self._dispatcher.handle_open("STATUS", self._status)
+        self._dispatcher.check_complete()
+
     async def serve(self, manager: ServiceManager) -> None:
         """Serve until it is stopping, then let running transfers finish and give everything back.
 
@@ -342,6 +380,8 @@ class Daemon:
         self._links.start(self._peers)
         self._control.start(self._loop, self._dispatcher.on_message, self._sessions.identities)
         self._session_socket.start(self._loop, self._control.drain)
+        self._http.start()
+        self._lag.start()
         self._watch_devices()
         self._inherited.close_rest()
         for pool in self._registry:
@@ -356,6 +396,7 @@ class Daemon:
         await self_ping.check()
         if manager.watchdog_s is not None:
             self_ping.watch(manager.watchdog_s / PINGS_PER_WATCHDOG, manager.alive)
+        self._is_ready = True
         manager.ready(f"serving, boot id {self.boot_id}")
         log.info("serving", boot_id=self.boot_id, pid=os.getpid(), version=VERSION)
         try:
@@ -391,6 +432,9 @@ class Daemon:
         if successor is not None:
             successor.hand(self._directory.handed_over())
         await self_ping.close()
+        self._lag.close()
+        await self._http.close()
+        await self._metrics.close()
         self._remote.close()
         if self._network is not None and self._copier is not None:
             await self._network.stop()
@@ -543,13 +587,36 @@ class Daemon:
             self._report_until_s = began_s + REPORT_KEPT * (time.perf_counter() - began_s)
         return seen_by(report, user)
 
+    @property
+    def _is_draining(self) -> bool:
+        return self._stopping.is_set() or self._upgrade.ready.is_set()
+
+    @property
+    def _is_listening(self) -> bool:
+        return self._control.is_listening and self._session_socket.is_listening and self._links.is_listening
+
+    async def _healthz(self, _asker: Asker) -> HttpAnswer:
+        return plain(HTTPStatus.OK)
+
+    async def _readyz(self, _asker: Asker) -> HttpAnswer:
+        """Answer whether engines should come here."""
+        if self._is_ready and self._is_listening and not self._is_draining:
+            return plain(HTTPStatus.OK)
+        why = "draining" if self._is_draining else "starting" if not self._is_ready else "no descriptor is left"
+        return plain(HTTPStatus.SERVICE_UNAVAILABLE, why)
+
+    def _own_samples(self, _asker: Asker) -> Iterator[Sample]:
+        yield Sample(INFO, (VERSION,), 1)
+        yield Sample(DRAINING, (), self._is_draining)
+        yield Sample(LISTENING, (), self._is_listening)
+
     def _report(self) -> StatusReport:
         owned = self._registry.pages_by_owner()
         return StatusReport(
             daemon_version=VERSION,
             pid=os.getpid(),
             uptime_ms=round((time.monotonic() - self._started_at) * 1000),
-            draining=self._stopping.is_set() or self._upgrade.ready.is_set(),
+            draining=self._is_draining,
             pools=self._pools.status(),
             sessions=tuple(
                 SessionStatus(
@@ -577,9 +644,7 @@ class Daemon:
             tables=tuple(self._tables.status()),
             tiers=tuple(self._tiers.status()),
             operations=tuple(self._tiers.operations.status()),
-            descriptors=self._descriptors.status(
-                listening=self._control.is_listening and self._session_socket.is_listening and self._links.is_listening
-            ),
+            descriptors=self._descriptors.status(listening=self._is_listening),
         )
 
 

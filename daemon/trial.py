@@ -27,7 +27,12 @@ from kvferry.protocol.errors import KvferryError
 
 def _listen(config: Config) -> None:
     if config.peers.listen is not None:
-        listening_on(config.peers.listen).close()
+        listening_on(config.peers.listen, "peers.listen").close()
+
+
+def _metrics(config: Config) -> None:
+    if config.metrics.listen is not None:
+        listening_on(config.metrics.listen, "metrics.listen").close()
 
 
 def _network(config: Config) -> None:
@@ -50,6 +55,7 @@ def _devices(config: Config) -> None:
 
 TRIALS: Final[dict[str, Callable[[Config], None]]] = {
     "peers.listen": _listen,
+    "metrics.listen": _metrics,
     "network.address": _network,
     "tiers.remote.address": _store,
     "devices.open": _devices,

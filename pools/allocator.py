@@ -38,6 +38,20 @@ class FreedPages(NamedTuple):
     deferred: int
 
 
+class PageCounts(NamedTuple):
+    """How many pages are in which state; each page but the padding page is in one. ``largest_free_run``: in a row.
+
+    ``idle``, ``read`` and ``written`` ones have an owner, ``releasing`` ones are free once nothing moves in them.
+    """
+
+    free: int
+    idle: int
+    read: int
+    written: int
+    releasing: int
+    largest_free_run: int
+
+
 class HeldPages(NamedTuple):
     """Pages of one allocator that something reads or writes, as that thing says itself.
 
@@ -79,6 +93,7 @@ class PageAllocator:
         self._when_freed: list[Callable[[], None]] = []
         self.changes = 0
         """Grows with each change of a page's state; for walks."""
+        self._counted: tuple[int, PageCounts] | None = None
 
     def when_freed(self, call: Callable[[], None]) -> None:
         """Register ``call`` to be called once, the next time pages become free; registering it twice has no effect."""
@@ -103,6 +118,21 @@ class PageAllocator:
     def busy_count(self) -> int:
         """Return how many pages have a reader or a writer."""
         return int(np.count_nonzero((self._readers > 0) | self._writing))
+
+    def counts(self) -> PageCounts:
+        """Count the pages of each state: some ms for a million pages, unless nothing has changed since."""
+        if self._counted is None or self._counted[0] != self.changes:
+            self._counted = (self.changes, self._count())
+        return self._counted[1]
+
+    def _count(self) -> PageCounts:
+        releasing = int(np.count_nonzero(self._doomed))
+        owned = self.capacity - self._free_count - releasing
+        held = ~self._doomed
+        read, written = (int(np.count_nonzero(flags & held)) for flags in (self._readers > 0, self._writing))
+        edges = np.flatnonzero(np.diff(self._free, prepend=False, append=False))  # where runs of free pages begin, end
+        largest = int((edges[1::2] - edges[::2]).max(initial=0))
+        return PageCounts(self._free_count, owned - read - written, read, written, releasing, largest)
 
     @property
     def idle(self) -> bool:

@@ -27,13 +27,13 @@ def is_v6(address: str) -> bool:
     return address.startswith("tcp://[")
 
 
-def is_numeric(address: str) -> bool:
-    """Return whether a TCP address has a numeric host, spelt canonically, and not that of all interfaces."""
+def is_numeric(address: str, *, or_all: bool = False) -> bool:
+    """Return whether a TCP address has a numeric host, spelt canonically, with ``or_all`` also that of all hosts."""
     host = address.partition("://")[2].rpartition(":")[0]
     bare, family = (host[1:-1], socket.AF_INET6) if host.startswith("[") else (host, socket.AF_INET)
     with contextlib.suppress(OSError, ValueError):
         packed = socket.inet_pton(family, bare)
-        return any(packed) and socket.inet_ntop(family, packed) == bare and is_v6(address) == (host != bare)
+        return (or_all or any(packed)) and socket.inet_ntop(family, packed) == bare and is_v6(address) == (host != bare)
     return False
 
 

@@ -14,6 +14,7 @@ from typing import Final
 CONTROL_SOCKET = "control.sock"
 SESSION_SOCKET = "session.sock"
 PEER_SOCKET = "peer.sock"
+METRICS_SOCKET = "metrics.sock"
 
 
 SYSTEM_DIR = "/run/kvferry"

@@ -126,7 +126,7 @@ class ControlSocket:
         """The address bound last: the TCP address with its port, if there is one."""
         if also:
             try:
-                self._listeners.append(listening_on(also))
+                self._listeners.append(listening_on(also, "peers.listen"))
             except ConfigError:
                 self._listeners[0].close()
                 raise
@@ -567,8 +567,8 @@ def _origin(channel: socket.socket, address: object) -> object:
     return address[0] if isinstance(address, tuple) else address
 
 
-def listening_on(address: str) -> socket.socket:
-    """Return a TCP socket that listens on a numeric address, ``peers.listen``.
+def listening_on(address: str, field: str) -> socket.socket:
+    """Return a TCP socket that listens on a numeric address, which ``field`` of the configuration names.
 
     Raises:
         ConfigError: it cannot be listened on.
@@ -584,7 +584,7 @@ def listening_on(address: str) -> socket.socket:
         listener.close()
         raise ConfigError(
             f"cannot listen on {address}: {cause.strerror}",
-            field="peers.listen",
+            field=field,
             retryable=True,  # the process that has the port may end, and the address may come up
             remedy="see who has the port (ss -ltanp), or name another port or address of this host",
         ) from cause

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, Self
 from kvferry.daemon.process.inherited import Inherited
 from kvferry.pools.tiers.own_folder import OwnFolder
 from kvferry.protocol.errors import AccessDeniedError, ConfigError
-from kvferry.protocol.settings import CONTROL_SOCKET, PEER_SOCKET, SESSION_SOCKET
+from kvferry.protocol.settings import CONTROL_SOCKET, METRICS_SOCKET, PEER_SOCKET, SESSION_SOCKET
 
 DIRECTORY_MODE = 0o710
 """Others may enter it, but not list it: a process that may open a directory may lock it."""
@@ -37,7 +37,12 @@ DYING_MS: Final = 1000
 ACTIVATED: Final = (CONTROL_SOCKET, SESSION_SOCKET)
 """What a service manager may listen on for the daemon."""
 
-MODES: Final = {CONTROL_SOCKET: SOCKET_MODE, SESSION_SOCKET: SOCKET_MODE, PEER_SOCKET: PEER_SOCKET_MODE}
+MODES: Final = {
+    CONTROL_SOCKET: SOCKET_MODE,
+    SESSION_SOCKET: SOCKET_MODE,
+    METRICS_SOCKET: SOCKET_MODE,
+    PEER_SOCKET: PEER_SOCKET_MODE,
+}
 OURS: Final = {*MODES, LOCK_FILE, DEVICE_POOLS_FILE, f"{DEVICE_POOLS_FILE}.new", HOLDER_SOCKET, KEEPER_SOCKET}
 _FIELD: Final = "runtime_dir"
 SOCKETS: Final = "sockets"

@@ -82,6 +82,7 @@ class Descriptors:
         peers: connections of other daemons.
         unopened: connections to the session socket that have not opened a session.
         links: links to other daemons.
+        room: for sessions, pools, rings and tables.
     """
 
     def __init__(self, limit: int = MOST, count: Callable[[], int] = count_open) -> None:
@@ -102,27 +103,25 @@ class Descriptors:
         self._count = count
         self.links = min(max(limit // 8 // PER_LINK, 4), 1024)
         shares = self.unauthenticated + self.peers + self.unopened + self.links * PER_LINK
-        self._room = limit - self._reserve - shares
+        self.room = limit - self._reserve - shares
         self._held: weakref.WeakKeyDictionary[object, _Held] = weakref.WeakKeyDictionary()
         self._is_short = False
 
     def __repr__(self) -> str:
         """Show how much of the room is promised."""
-        return f"<Descriptors {self.promised()} of {self._room} promised, limit {self.limit}>"
+        return f"<Descriptors {self.promised()} of {self.room} promised, limit {self.limit}>"
 
     def status(self, *, listening: bool) -> DescriptorsStatus:
         """Return what STATUS shows."""
         return DescriptorsStatus(
-            open=self._count(), limit=self.limit, promised=self.promised(), room=self._room, listening=listening
+            open=self._count(), limit=self.limit, promised=self.promised(), room=self.room, listening=listening
         )
 
     def begin(self) -> None:
         """Take what is open now, before anybody has connected, out of the room, except what was adopted."""
         sessions = self.promised(kind="sessions")  # a pidfd each so far
-        self._room -= self._count() - self.promised(kind="pools") - sessions // PER_SESSION
-        log.info(
-            "descriptors", limit=self.limit, room=self._room, of_one_user=self._room * 3 // 4, reserve=self._reserve
-        )
+        self.room -= self._count() - self.promised(kind="pools") - sessions // PER_SESSION
+        log.info("descriptors", limit=self.limit, room=self.room, of_one_user=self.room * 3 // 4, reserve=self._reserve)
 
     def promised(self, user: int | None = None, kind: Kind | None = None) -> int:
         """Return how many are promised: to a user, for a kind, or in all."""
@@ -162,16 +161,16 @@ class Descriptors:
     def _check(self, user: int, kind: Kind, count: int) -> None:
         its, whole = self.promised(user), self.promised()
         bounds = [
-            (its, min(self._room * 3 // 4, share(user, self._room, whole - its)), f"user {user} (your bound)"),
-            (whole, self._room, "all users together (everybody's bound)"),
+            (its, min(self.room * 3 // 4, share(user, self.room, whole - its)), f"user {user} (your bound)"),
+            (whole, self.room, "all users together (everybody's bound)"),
         ]
         if kind == "pools":
-            bounds.insert(0, (self.promised(user, kind), self._room // 2, f"pools of user {user} (your bound)"))
+            bounds.insert(0, (self.promised(user, kind), self.room // 2, f"pools of user {user} (your bound)"))
         of_operators = OPERATORS * PER_SESSION if kind == "sessions" and may_see_all(user) else 0
         for promised, bound, whose in bounds:
             if promised + count > bound + of_operators:
                 self._refuse(f"{whose} would have {promised + count} of at most {bound} descriptors")
-        if 2 * bounds[-1][0] > self._room and self._count() + count > self.limit - self._reserve // 2:
+        if 2 * bounds[-1][0] > self.room and self._count() + count > self.limit - self._reserve // 2:
             self._refuse(f"{self._count()} of {self.limit} descriptors are open")
         self._is_short = False
 

@@ -286,6 +286,10 @@ class Devices:
                 keeper=self._keeper_of(device),
             )
 
+    def streams(self, name: str) -> int:
+        """Return how many streams were made on a device that ``status`` shows."""
+        return self._devices[name].accelerator.stream_count
+
     def _open(self, name: str) -> _Device:
         with self._lock:
             device = self._devices.get(name)

@@ -154,6 +154,11 @@ class Accelerator:
         stream: torch.Stream = self.torch.get_device_module(self.kind).current_stream(self.index)
         return stream
 
+    @property
+    def stream_count(self) -> int:
+        """Return how many streams were made on the device."""
+        return len(self._streams or ()) + len(self._waiting_streams)
+
     def waiting_stream(self, user: object) -> torch.Stream:
         """Return a stream for copies that may wait for an engine, until ``release_stream``; within ``calling``.
 

@@ -58,7 +58,18 @@ def _addresses(config: Config) -> Iterator[Conflict]:
     ):
         if host and (wrong := unreachable_host(host)):
             yield Conflict(key, f'{key} = "{host}" {wrong}')
-    for key, address in (("peers.listen", listen), ("tiers.remote.master", config.tiers.remote.master)):
+    metrics = config.metrics.listen
+    if metrics and not is_numeric(metrics, or_all=True):
+        yield Conflict(
+            "metrics.listen",
+            f'metrics.listen = "{metrics}": give a numeric address of this host, as in "tcp://127.0.0.1:9464", or '
+            '"tcp://0.0.0.0:9464" for all of them',
+        )
+    for key, address in (
+        ("peers.listen", listen),
+        ("metrics.listen", metrics),
+        ("tiers.remote.master", config.tiers.remote.master),
+    ):
         port = address.rpartition(":")[2] if address else ""
         if port.isdecimal() and not 0 < int(port) <= _MAX_PORT:
             yield Conflict(key, f'{key} = "{address}": the port must be from 1 to {_MAX_PORT}')

@@ -201,6 +201,12 @@ class ServiceConfig(Section, frozen=True, kw_only=True):
     resume_grace_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0
 
 
+class MetricsConfig(Section, frozen=True, kw_only=True):
+    """Where the metrics are read over TCP, beside ``metrics.sock`` in the runtime directory, which there always is."""
+
+    listen: Listen | None = None
+
+
 class LimitsConfig(Section, frozen=True, kw_only=True):
     """What one client may send; ``protocol.limits.Limits`` documents the keys, and the limits that follow from them."""
 
@@ -222,6 +228,7 @@ class Config(Section, frozen=True, kw_only=True):
     network: NetworkConfig = NetworkConfig()
     tiers: TiersConfig = TiersConfig()
     service: ServiceConfig = ServiceConfig()
+    metrics: MetricsConfig = MetricsConfig()
     limits: LimitsConfig = LimitsConfig()
 
     @property

@@ -179,6 +179,7 @@ def test_a_wrong_configuration_is_one_line(
         # What is in the way now may be gone later, so the unit restarts what ends with 1.
         ("[tiers.disk]\npath = '{folder}/later'\n", 1, "[tiers.disk.path]"),
         ("[peers]\nlisten = 'tcp://127.0.0.1:{port}'\n", 1, "CONFIG [peers.listen]"),
+        ("[metrics]\nlisten = 'tcp://127.0.0.1:{port}'\n", 1, "CONFIG [metrics.listen]"),
         ("runtime_dir = '{running}'\n", 1, "another daemon (pid {pid} on"),
     ],
 )

@@ -16,11 +16,12 @@ import kvferry.clients
 import kvferry.daemon
 from kvferry.clients import AsyncClient, new_request_id, pages
 from kvferry.daemon.control import later
-from kvferry.daemon.services import transfer_effects
+from kvferry.daemon.services import metrics, transfer_effects
 from kvferry.daemon.transports.network_copier import NetworkCopier
 from kvferry.protocol.events import Finished
 from tests.kit.in_process import CONFIG, SPEC, serving
 from tests.kit.network import network_memory
+from tests.kit.scraping import scrape
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 COUNT = 200
@@ -57,6 +58,14 @@ async def test_a_transfer_from_beginning_to_end() -> None:
         assert manager.said == ["ready"]
     assert manager.said == ["ready", "stopping"]
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(("copy-", "populate"))]
+
+
+async def test_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "KEPT", 0)
+    async with serving() as (path, _, _), await AsyncClient.connect(path) as client:
+        await client.create_pool("pool", SPEC)
+        for _ in range(2):
+            assert (await asyncio.to_thread(scrape, path)).sum("kvferry_pool_pages", pool="pool") == SPEC.tokens / 4
 
 
 @pytest.mark.parametrize(("ends", "drain_timeout_s"), [(True, 0), (False, 10)])

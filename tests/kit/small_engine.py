@@ -39,8 +39,11 @@ def main() -> int:
         side(client, pool, options.request_id, tensors=options.tensors)
     if not options.tensors and "torch" in sys.modules:
         raise SystemExit("torch was imported, and nobody had asked for a tensor")
-    names = ("torch", "numpy", "msgspec", "pyzmq", "structlog", "uvloop", "xxhash")
-    found = {name: metadata.version(name) for name in names if util.find_spec({"pyzmq": "zmq"}.get(name, name))}
+    if "prometheus_client" in sys.modules:
+        raise SystemExit("what writes metrics was imported by an engine")
+    names = ("torch", "numpy", "msgspec", "prometheus-client", "pyzmq", "structlog", "uvloop", "xxhash")
+    modules = {"pyzmq": "zmq", "prometheus-client": "prometheus_client"}
+    found = {name: metadata.version(name) for name in names if util.find_spec(modules.get(name, name))}
     sys.stdout.write(json.dumps({"python": platform.python_version(), **found}) + "\n")
     return 0
 

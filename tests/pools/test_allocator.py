@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.pools import allocator as allocator_module
-from kvferry.pools.allocator import PageAllocator
+from kvferry.pools.allocator import PageAllocator, PageCounts
 from kvferry.pools.planning import page_ids
 from kvferry.protocol import errors
 from tests.kit.devices import DEVICE
@@ -159,6 +159,15 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
         assert self.allocator.busy_count == len(busy)
         assert self.allocator.pages_by_owner() == dict(Counter(self.owner.values()))
         assert self.allocator.idle == (not self.owner and not self.doomed)
+        assert self.allocator.counts() == self.counts()
+
+    def counts(self) -> PageCounts:
+        """Return how many pages are in which state."""
+        read = {page for page, count in self.readers.items() if count}
+        owned, free = self.owner.keys(), self.free_pages()
+        states = (free, owned - read - self.writing, owned & read, owned & self.writing, self.doomed)
+        runs = "".join("x" if page in free else " " for page in range(PAGES)).split()
+        return PageCounts(*map(len, states), max(map(len, runs), default=0))
 
 
 TestAllocator = AllocatorAgainstModel.TestCase

@@ -36,6 +36,7 @@ KEYS: Final[dict[str, tuple[str, ...]]] = {
     "memlock": ("pools.max_bytes", "tiers.host_bytes"),
     "mooncake": ("network.transport", "network.protocol", "tiers.remote.transport", "tiers.remote.protocol"),
     "peers.listen": ("peers.listen",),
+    "metrics.listen": ("metrics.listen",),
     "network.address": ("network.address",),
     "mooncake ports": ("network.transport",),
     "host tier": ("tiers.host_bytes", "tiers.tenant_bytes", "tiers.quotas", "tiers.remote.segment_bytes"),
@@ -186,11 +187,13 @@ def _no_npu_checks(host: Host) -> Checks:
 
 def _transfer_checks(host: Host, needs: Needs, daemon: running.Running) -> Checks:
     # Finding the sockets' owners means scanning all processes: only if something is configured to listen.
-    sockets = ports.listeners(host) if needs.config.peers.listen or needs.mooncake else []
+    config = needs.config
+    sockets = ports.listeners(host) if config.peers.listen or config.metrics.listen or needs.mooncake else []
     return {
         "mooncake": partial(wheels.check_wheel, host, needs),
         "libibverbs": partial(wheels.check_verbs, host, needs),
         "peers.listen": partial(ports.check_listen, host, needs, sockets, daemon),
+        "metrics.listen": partial(ports.check_metrics, host, needs, sockets, daemon.pid),
         "network.address": partial(trials.check_network, host, needs),
         "mooncake ports": partial(ports.check_mooncake, needs, sockets, daemon.pid),
     }

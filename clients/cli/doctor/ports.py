@@ -96,8 +96,7 @@ def check_listen(host: Host, needs: Needs, sockets: Sequence[Listener], running:
         return Finding("ok", "not set: only daemons of this host find this one")
     if running.report is not None and listen in running.report.addresses:
         return Finding("ok", f"{listen}, held by the daemon (pid {running.pid or 'not seen from here'})")
-    address, _, number = listen.removeprefix("tcp://").rpartition(":")
-    holders = [one for one in sockets if one.port == int(number) and one.covers(address.strip("[]"))]
+    holders = _holders(listen, sockets)
     if holders:
         fix = "choose another port and tell the other hosts, or stop the process that holds it if nobody needs it"
         return Finding("missing", f"{listen} is held by {holders[0].owner}", fix)
@@ -106,6 +105,26 @@ def check_listen(host: Host, needs: Needs, sockets: Sequence[Listener], running:
         fix = f"with this configuration: {RESTART}"
         return Finding("warning", f"the daemon that runs does not listen at {listen}", fix)
     return finding
+
+
+def check_metrics(host: Host, needs: Needs, sockets: Sequence[Listener], daemon_pid: int | None) -> Finding | None:
+    """Check whether the daemon listens at ``metrics.listen`` or, where it does not, could; None if it is not set."""
+    listen = needs.config.metrics.listen
+    if listen is None:
+        return None
+    holders = _holders(listen, sockets)
+    if not holders:
+        return attempt(host, needs, "metrics.listen", f"{listen} is free")
+    if daemon_pid is not None and holders[0].pid in {None, daemon_pid}:
+        return Finding("ok", f"{listen}, held by the daemon (pid {daemon_pid}); let only who reads metrics reach it")
+    fix = "choose another port, or stop the process that holds it if nobody needs it"
+    return Finding("missing", f"{listen} is held by {holders[0].owner}", fix)
+
+
+def _holders(listen: str, sockets: Sequence[Listener]) -> list[Listener]:
+    """Return the listening sockets that conflict with one at an address."""
+    address, _, number = listen.removeprefix("tcp://").rpartition(":")
+    return [one for one in sockets if one.port == int(number) and one.covers(address.strip("[]"))]
 
 
 def check_mooncake(needs: Needs, sockets: Sequence[Listener], daemon_pid: int | None) -> Finding | None:

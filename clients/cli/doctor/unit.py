@@ -108,7 +108,8 @@ def check_unit_environment(host: Host) -> Finding | None:
 def _network_faults(unit: Unit, needs: Needs) -> list[tuple[str, str]]:
     """Return what keeps the daemon from reaching other hosts, each with the fix."""
     config = needs.config
-    hosts = [config.peers.listen and config.peers.listen.removeprefix("tcp://").rpartition(":")[0]]
+    listens = (config.peers.listen, config.metrics.listen)
+    hosts = [one and one.removeprefix("tcp://").rpartition(":")[0] for one in listens]
     hosts += [config.network_address] * needs.mooncake + [config.store_address] * needs.store
     wanted = {"AF_INET6" if ":" in host else "AF_INET" for host in hosts if host}
     if not wanted:

@@ -103,6 +103,7 @@ def test_an_npu_that_is_asked_for_is_missing(tmp_path: Path) -> None:
         ('[pools]\nmax_bytes = "1TB"\n', "memory"),
         ("devices = 1\n", "devices.open"),
         ("[peers\n", "peers.listen"),
+        ('[metrics]\nlisten = "tcp://127.0.0.1:0"\n', "metrics.listen"),
     ],
 )  # fmt: skip
 def test_no_line_is_content_with_a_key_that_the_daemon_refuses(tmp_path: Path, toml: str, name: str) -> None:
