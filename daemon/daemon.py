@@ -346,6 +346,7 @@ class Daemon:
             metric_sources.of_sessions(self._sessions, self._session_socket),
             metric_sources.of_kept(kept, payloads, self._sessions, connections, self._limits),
             metric_sources.of_transfers(state_machine.endpoints),
+            metric_sources.of_copies(self._effects.copies),
             metric_sources.of_peers(self._links, self._remote.receiver),
             metric_sources.of_devices(self._devices, self._tables),
             metric_sources.of_tiers(self._tiers),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
@@ -412,6 +413,7 @@ class Dispatcher:
         """Apply what every request of a session carries: where to answer, and which events it acknowledges."""
         session.bind(identity)
         for event in session.acknowledge(request.acknowledged):
+            self._counters.observe("stages.told.any", time.monotonic() - event.queued_s)
             acknowledged = self._on_acknowledged.get(type(event.body))
             if acknowledged is not None:
                 acknowledged(session, event.body)

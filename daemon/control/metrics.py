@@ -8,22 +8,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple
 
-
-class Counters:
-    """Counts since the daemon started; they only grow. For the control loop's thread only."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-
-    def add(self, name: str, count: int = 1) -> None:
-        """Add ``count`` to ``name``: dotted words, the noun first (``messages.malformed``)."""
-        self._counts[name] += count
-
-    def snapshot(self) -> dict[str, int]:
-        """Return the counts so far, sorted by name."""
-        return dict(sorted(self._counts.items()))
-
-
 SECONDS: Final = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0,
 )  # fmt: skip
@@ -58,3 +42,30 @@ class Histogram:
         """Return what was seen so far."""
         *at_most, values = accumulate(self._counts)
         return Distribution(self._bounds, tuple(at_most), values, self._total)
+
+
+class Counters:
+    """Counts and times since the daemon started; they only grow. For the control loop's thread only."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._times: dict[str, Histogram] = {}
+
+    def add(self, name: str, count: int = 1) -> None:
+        """Add ``count`` to ``name``: dotted words, the noun first (``messages.malformed``)."""
+        self._counts[name] += count
+
+    def snapshot(self) -> dict[str, int]:
+        """Return the counts so far, sorted by name."""
+        return dict(sorted(self._counts.items()))
+
+    def observe(self, name: str, seconds: float) -> None:
+        """Count a time under ``name``, which is as one of a count; STATUS does not show it."""
+        histogram = self._times.get(name)
+        if histogram is None:
+            histogram = self._times[name] = Histogram()
+        histogram.observe(seconds)
+
+    def times(self) -> dict[str, Distribution]:
+        """Return the times so far, sorted by name."""
+        return {name: one.snapshot() for name, one in sorted(self._times.items())}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
@@ -38,7 +39,8 @@ class PendingEvent(NamedTuple):
 
     cursor: int
     body: SingleEvent
-    ids: tuple[PageIds, ...] = ()
+    ids: tuple[PageIds, ...]
+    queued_s: float
 
 
 class Session:
@@ -192,7 +194,7 @@ class Session:
 
     def add_event(self, body: SingleEvent, ids: tuple[PageIds, ...] = ()) -> None:
         """Queue an event with its page lists; it is kept until it is acknowledged."""
-        event = PendingEvent(self._next_cursor, body, ids)
+        event = PendingEvent(self._next_cursor, body, ids, time.monotonic())
         self._next_cursor += 1
         self.unsent.append(event)
         self.unacknowledged.append(event)

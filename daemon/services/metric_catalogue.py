@@ -7,7 +7,7 @@ codes of errors, devices, and pools up to a bound.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
 from kvferry.daemon.control.metrics import Distribution
@@ -70,7 +70,7 @@ DEVICE_BYTES = _gauge("device_memory_bytes", "Memory of a device over all proces
 DEVICE_STREAMS = _gauge("device_streams", "Streams that the daemon has made on a device.", "device")
 TABLES = _gauge("tables", "Graph tables.", "device")
 TABLES_WAITING = _gauge("tables_waiting", "Graph tables with an update that waits or is being copied.", "device")
-TIER_READY = _gauge("tier_ready", "1 while a tier takes blocks; 0: full, failing, away or off.", "tier")
+TIER_READY = _gauge("tier_ready", "1 while a tier takes blocks; 0: full, failing or away.", "tier")
 TIER_BYTES = _gauge("tier_bytes", "Memory of a tier, each byte in one state.", "tier", "state")
 TIER_BLOCKS = _gauge("tier_blocks", "Cached blocks of a tier.", "tier")
 TIER_SNAPSHOTS = _gauge("tier_snapshots", "Snapshots in the host tier.")
@@ -161,10 +161,29 @@ _counted("store_requests", r"remote\.(?P<request>puts|gets)_(?P<outcome>\w+)", "
 _counted("store_headers_damaged", r"remote\.headers_damaged", "Blocks of the shared store that are not what they say.")
 
 
-class CounterNames:
-    """Finds the metric of a counter; each name is matched once."""
+_counted("copy_bytes", r"copies\.(?P<transport>local|pull|network)\.bytes", "Bytes of copies that have ended.")
+_counted("copy_group_bytes", r"copies\.groups\.(?P<group>.+)", "The same by group of KV.")
 
-    def __init__(self) -> None:
+COPY_BUSY_SECONDS = _metric(
+    "counter", "copy_busy_seconds_total", "Time in which at least one copy was under way.", ("transport",)
+)
+STAGE_SECONDS = _metric(
+    "histogram", "transfer_stage_seconds", "Where the time of transfers goes.", ("stage", "transport")
+)
+TRANSFER_SECONDS = _metric(
+    "histogram", "transfer_seconds", "Times of sides that succeeded, as FINISHED says them.", ("direction", "part")
+)
+TIMED: Final = (
+    Counted(STAGE_SECONDS, re.compile(r"stages\.(?P<stage>\w+)\.(?P<transport>\w+)")),
+    Counted(TRANSFER_SECONDS, re.compile(r"transfers\.(?P<direction>send|receive)\.(?P<part>waited|moved)")),
+)
+
+
+class CounterNames:
+    """Finds the metric of a counter, or of a time; each name is matched once."""
+
+    def __init__(self, counted: Sequence[Counted] = COUNTED) -> None:
+        self._counted = counted
         self._known: dict[str, tuple[Counted, tuple[str, ...]] | None] = {}
 
     def __repr__(self) -> str:
@@ -174,7 +193,7 @@ class CounterNames:
     def of(self, name: str) -> tuple[Counted, tuple[str, ...]] | None:
         """Return the metric and label values of a counter; None: it has none."""
         if name not in self._known:
-            matches = ((one, one.pattern.fullmatch(name)) for one in COUNTED)
+            matches = ((one, one.pattern.fullmatch(name)) for one in self._counted)
             self._known[name] = next(((one, tuple(found.groups())) for one, found in matches if found), None)
         return self._known[name]
 

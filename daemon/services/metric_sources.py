@@ -18,7 +18,8 @@ from kvferry.daemon.process.descriptors import Descriptors
 from kvferry.daemon.process.devices import Devices
 from kvferry.daemon.quota import Quota
 from kvferry.daemon.services import metric_catalogue as catalogue
-from kvferry.daemon.services.metric_catalogue import CounterNames, Sample
+from kvferry.daemon.services.copy_times import CopyTimes
+from kvferry.daemon.services.metric_catalogue import TIMED, CounterNames, Sample
 from kvferry.daemon.services.metrics import Source
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.services.tables import TableService
@@ -46,8 +47,21 @@ Samples = Iterator[Sample | None]
 
 def of_counters(counters: Counters) -> Source:
     """Return the source of all that is counted."""
-    names = CounterNames()
-    return lambda _asker: names.samples(counters.snapshot())
+    names, times = CounterNames(), CounterNames(TIMED)
+
+    def samples(_asker: Asker) -> Samples:
+        yield from names.samples(counters.snapshot())
+        for name, seen in counters.times().items():
+            found = times.of(name)
+            if found is not None:
+                yield Sample(found[0].metric, found[1], seen)
+
+    return samples
+
+
+def of_copies(copies: CopyTimes) -> Source:
+    """Return the source of the time in which copies were under way."""
+    return lambda _asker: [Sample(catalogue.COPY_BUSY_SECONDS, (way,), busy) for way, busy in copies.busy_seconds()]
 
 
 def of_pools(pools: PoolRegistry) -> Source:
@@ -194,6 +208,8 @@ def of_tiers(tiers: Tiers) -> Source:
 
     def samples(_asker: Asker) -> Samples:
         for one in tiers.status():
+            if one.state == "off":
+                continue
             yield Sample(catalogue.TIER_READY, (one.tier,), one.state == "ready")
             yield Sample(catalogue.TIER_BLOCKS, (one.tier,), one.blocks)
             cached = one.used_bytes - one.pinned_bytes

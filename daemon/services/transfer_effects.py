@@ -19,6 +19,7 @@ from kvferry.daemon.control.kept_bytes import TRANSFER
 from kvferry.daemon.control.later import Later
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Session
+from kvferry.daemon.services.copy_times import CopyTimes
 from kvferry.daemon.services.peer_transfers import PeerMessenger
 from kvferry.daemon.services.receive_to_host import HostReceives
 from kvferry.daemon.transfer.endpoints import EndpointKey
@@ -49,7 +50,11 @@ log = structlog.get_logger(__name__)
 def count_finished(event: Finished, counters: Counters) -> None:
     """Count the outcome of one side of a transfer."""
     counters.add(f"transfers.{event.direction}.{_outcome(event).lower()}")
-    if event.direction == "receive" and not event.error:
+    if event.error:
+        return
+    counters.observe(f"transfers.{event.direction}.waited", event.waited_us / 1e6)
+    counters.observe(f"transfers.{event.direction}.moved", event.moved_us / 1e6)
+    if event.direction == "receive":
         counters.add("transfers.moved_bytes", event.moved_bytes)
 
 
@@ -82,7 +87,11 @@ class Movers(NamedTuple):
 
 
 class TransferEffects:
-    """Executes the state machine's effects in order, on the control loop; effects that these cause come after them."""
+    """Executes the state machine's effects in order, on the control loop; effects that these cause come after them.
+
+    Attributes:
+        copies: where the time of copies goes.
+    """
 
     def __init__(
         self,
@@ -101,6 +110,7 @@ class TransferEffects:
         self._host_receives = host_receives
         self._most_matched = 2 * limits.max_transfers_per_session
         self._counters = counters
+        self.copies = CopyTimes(counters)
         self._executors: dict[type[Effect], Callable[[Any], None]] = {
             StartOp: self._start,
             StopOp: self._stop,
@@ -203,8 +213,10 @@ class TransferEffects:
         op = self._state_machine.endpoints.ops[effect.op_id]
         self._movers.activity.transfer_began()
         if op.send_request.origin is not None:
+            self.copies.began(op.op_id, self._movers.remote.way_of(op))
             self._movers.remote.start(op, self._op_done)
         else:
+            self.copies.began(op.op_id, "local")
             self._movers.local.start(effect, self._op_done, self.execute)
 
     def _stop(self, effect: StopOp) -> None:
@@ -224,14 +236,20 @@ class TransferEffects:
         """
         if not self._executing and not self._done:
             self._loop.call_soon(self.execute)
+        self.copies.reported(op_id)
         self._done.append((op_id, error))
 
     def _end_ops(self) -> None:
         while self._done:
             op_id, error = self._done.popleft()
-            if op_id in self._state_machine.endpoints.ops:  # else it has ended: see _stop
-                self._ended += 1
-                self._state_machine.op_done(op_id, error, time.monotonic())
+            op = self._state_machine.endpoints.ops.get(op_id)
+            if op is None:  # it has ended: see _stop
+                self.copies.ended(op_id, None)
+                continue
+            self._ended += 1
+            self._state_machine.op_done(op_id, error, time.monotonic())
+            arrived = [(one.component, one.plan.total_bytes) for one in op.planned_copies]
+            self.copies.ended(op_id, None if error else arrived)
 
     # -- what engines and the log are told
 

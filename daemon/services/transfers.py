@@ -141,7 +141,9 @@ class TransferService:
         ranges = page_ranges(body.lists, call.ids, manifest, may_end_inside=body.last, may_lack=not body.last)
         chunk = SendChunk(ranges, body.last, body.first_token, body.payload, body.steps, body.checksums)
         reached = self._reached(context.session_id, body)
+        began_s = time.perf_counter()
         accepted = self._state_machine.send(context, chunk)
+        self._counters.observe("stages.planned.any", time.perf_counter() - began_s)
         self._keep_lists(call, "send", ranges)
         if len(body.steps) > 1:
             self._counters.add("transfers.layered")
@@ -196,9 +198,11 @@ class TransferService:
         daemons = body.source_daemons
         if daemons:
             daemons = self._messenger.source_daemons(daemons)
+        began_s = time.perf_counter()
         accepted = self._state_machine.receive(
             context, ranges, body.sources, body.destinations, daemons, body.source_pools, checksums=body.checksums
         )
+        self._counters.observe("stages.planned.any", time.perf_counter() - began_s)
         self._keep_lists(call, "receive", ranges)
         self._effects.execute(call.session)
         return Answer(accepted)

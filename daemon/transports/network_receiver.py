@@ -197,7 +197,7 @@ class NetworkReceiver:
             try:
                 self._scatter(credit, message.checksum)
             except Exception as cause:  # noqa: BLE001  no thread: as if it had failed there
-                self._loop.call_soon(self._on_scattered, credit, message.checksum, 0, cause)
+                self._loop.call_soon(self._on_scattered, credit, message.checksum, 0.0, 0, cause)
             return
         self._release(credit, may_still_land=message.may_still_land)
         if message.error is not None:
@@ -386,7 +386,7 @@ class NetworkReceiver:
 
         Whole pages of a host's memory in one pass: what is damaged is in them then, but the transfer fails.
         """
-        op, on_scattered = credit.incoming.op, partial(self._on_scattered, credit, checksum)
+        op, on_scattered = credit.incoming.op, partial(self._on_scattered, credit, checksum, time.perf_counter())
         region, (first, stop, _) = op.receive_request.pool.region, credit.copy_chunk
         is_whole = op.planned_copies[credit.segment].plan.destination.is_whole
         if credit.target.runs:  # what was written are the pages
@@ -396,7 +396,9 @@ class NetworkReceiver:
         else:
             self._copier.run(partial(_scatter_on_thread, credit, checksum), on_scattered)
 
-    def _on_scattered(self, credit: _OutstandingCredit, checksum: int, found: int, failed: Exception | None) -> None:
+    def _on_scattered(
+        self, credit: _OutstandingCredit, checksum: int, began_s: float, found: int, failed: Exception | None
+    ) -> None:
         incoming = credit.incoming
         incoming.scattering.discard(credit.number)
         self._release(credit)
@@ -407,8 +409,10 @@ class NetworkReceiver:
             self._counters.add("network.refused")
             error = failed if isinstance(failed, KvferryError) else TransferFailedError(f"scattering failed: {failed}")
             self._fail(incoming, error)
-        elif credit.target.runs:
-            self._counters.add("network.direct_bytes", credit.copy_chunk.size_bytes)
+        else:
+            self._counters.observe("stages.scattered.network", time.perf_counter() - began_s)
+            if credit.target.runs:
+                self._counters.add("network.direct_bytes", credit.copy_chunk.size_bytes)
         self._check_done(incoming)
         self._enqueue(incoming)
         self.pump()

@@ -84,6 +84,7 @@ class _Writing:
         self.credit = credit
         self.buffer = buffer
         self.checksum = 0
+        self.began_s = time.perf_counter()
         self.in_flight = 0
         self.error: KvferryError | None = None
         self.answered = False
@@ -229,6 +230,7 @@ class NetworkSender:
         writing.sending.reading -= 1
         if failed is None:
             writing.checksum = checksum
+            self._observe("gathered", writing)
             self._write(writing)
         else:
             writing.error = failed if isinstance(failed, KvferryError) else InternalError(f"gathering failed: {failed}")
@@ -276,8 +278,15 @@ class NetworkSender:
         writing.sending.in_flight -= 1
         if writing.error is None:
             self._counters.add("network.sent_bytes", writing.credit.size_bytes)
+            self._observe("written", writing)
         self._answer_once(writing)
         self._pump()
+
+    def _observe(self, stage: str, writing: _Writing) -> None:
+        """Count the time since the stage before."""
+        now_s = time.perf_counter()
+        self._counters.observe(f"stages.{stage}.network", now_s - writing.began_s)
+        writing.began_s = now_s
 
     def _answer_once(self, writing: _Writing) -> None:
         if writing.answered:

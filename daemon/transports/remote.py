@@ -6,6 +6,7 @@ The peer's address selects the transport: ``ipc://`` is this host.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from kvferry.daemon.transfer.endpoints import Incarnation, RemoteEndpoint, TransferOp
 from kvferry.daemon.transports.local import OnOpDone
@@ -40,10 +41,14 @@ class RemoteTransports:
         """Return whether bytes can be received from a daemon at this address."""
         return address.startswith(ON_THIS_HOST) or self.receiver is not None
 
+    def way_of(self, op: TransferOp) -> Literal["pull", "network"]:
+        """Return how a transfer op of another daemon's send request is copied."""
+        assert op.send_request.origin is not None, op
+        return "pull" if op.send_request.origin.peer.address.startswith(ON_THIS_HOST) else "network"
+
     def start(self, op: TransferOp, on_done: OnOpDone) -> None:
         """Start copying a transfer op of another daemon's send request; see ``Transport.start``."""
-        assert op.send_request.origin is not None, op
-        if op.send_request.origin.peer.address.startswith(ON_THIS_HOST):
+        if self.way_of(op) == "pull":
             self._pull.start(op, on_done)
         else:
             assert self.receiver is not None, op

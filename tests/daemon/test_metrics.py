@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from kvferry.clients import AsyncClient, Client, MhaSpec, new_request_id, pages
 from kvferry.daemon.control.http_socket import Asker
 from kvferry.daemon.control.loop_lag import INTERVAL_S, LoopLag
-from kvferry.daemon.control.metrics import SECONDS, Histogram
+from kvferry.daemon.control.metrics import SECONDS, Counters, Histogram
 from kvferry.daemon.services import metric_sources, metrics
+from kvferry.daemon.services.copy_times import MOST_GROUPS, CopyTimes
 from kvferry.daemon.services.metric_catalogue import COUNTED, DRAINING, METRICS, CounterNames, Sample
 from kvferry.daemon.services.metrics import Metrics
 from kvferry.daemon.transports.local import LocalTransport
@@ -89,8 +90,21 @@ def test_transfers_are_counted_by_outcome_and_bytes(daemon: Daemon, client: Clie
     found = scrape(daemon.runtime_dir)
     name = "kvferry_transfers_total"
     for way in ("send", "receive"):
-        assert found.sum(name, direction=way, outcome="ok") - before.sum(name, direction=way, outcome="ok") == 1
-    assert found.value("kvferry_transfer_bytes_total") - before.value("kvferry_transfer_bytes_total") == 2 * PAGE_BYTES
+        assert found.since(before, name, direction=way, outcome="ok") == 1
+        name_of_times = "kvferry_transfer_seconds_count"
+        for part in ("waited", "moved"):
+            assert found.since(before, name_of_times, direction=way, part=part) == 1
+    for one in ("kvferry_transfer_bytes_total", "kvferry_copy_bytes_total", "kvferry_copy_group_bytes_total"):
+        assert found.since(before, one) == 2 * PAGE_BYTES
+    stages = {
+        (one["stage"], one["transport"]): found.since(before, "kvferry_transfer_stage_seconds_count", **one)
+        for one in found.labels("kvferry_transfer_stage_seconds_count")
+    }
+    told = stages.pop(("told", "any"))
+    assert stages == {("planned", "any"): 2, ("copied", "local"): 1, ("committed", "local"): 1}
+    assert told >= 2, "a FINISHED of each side"
+    busy_s = found.since(before, "kvferry_copy_busy_seconds_total", transport="local")
+    assert 0 < busy_s <= found.since(before, "kvferry_transfer_seconds_sum", direction="receive")
     client.free(pool, ids)
 
 
@@ -130,7 +144,9 @@ def counters_of_the_page() -> Iterator[str]:
     table = page("operations.md").split("### Counters")[1].split("\n## ")[0]
     for name in re.findall(r"`([a-z_]+\.[A-Za-z_.*]+)`", table):
         for part in ("done", "missed", "no_room", "failed", "bytes") if "*" in name else ("",):
-            whole = name.replace("*", part).replace("CODE", "too_large").replace("KIND", "restore")
+            whole = (
+                name.replace("*", part).replace("CODE", "too_large").replace("KIND", "restore").replace("GROUP", "main")
+            )
             yield whole.replace("OUTCOME", "peer_cancelled")
 
 
@@ -163,6 +179,40 @@ def test_a_histogram_counts_each_value_once(values: list[float]) -> None:
     assert seen.at_most == tuple(sum(value <= bound for value in values) for bound in SECONDS)
     assert seen.values == len(values)
     assert seen.total == pytest.approx(sum(values))
+
+
+def test_time_in_which_copies_overlap_counts_once() -> None:
+    now_s, counters = 0.0, Counters()
+    copies = CopyTimes(counters, clock=lambda: now_s)
+    acts: tuple[tuple[float, Callable[[], None]], ...] = (
+        (1.0, lambda: copies.began(1, "local")),
+        (2.0, lambda: copies.began(2, "local")),
+        (2.5, lambda: copies.began(3, "network")),
+        (4.0, lambda: copies.reported(1)),
+        (5.0, lambda: copies.ended(1, [("main", 10), ("draft", 5)])),
+        (6.0, lambda: copies.ended(2, None)),
+        (9.0, lambda: copies.began(4, "local")),
+    )
+    for at_s, act in acts:
+        now_s = at_s
+        act()
+    now_s = 9.5
+    assert dict(copies.busy_seconds()) == {"local": 5.5, "pull": 0.0, "network": 7.0}
+    counted = {"copies.local.bytes": 15, "copies.groups.main": 10, "copies.groups.draft": 5}
+    assert counters.snapshot() == dict(sorted(counted.items())), "what has failed moved nothing that counts"
+    times = {name: (seen.values, seen.total) for name, seen in counters.times().items()}
+    assert times == {"stages.copied.local": (1, 3.0), "stages.committed.local": (1, 1.0)}
+
+
+def test_groups_beyond_a_few_are_counted_together() -> None:
+    counters = Counters()
+    copies = CopyTimes(counters)
+    for number in range(2 * MOST_GROUPS):
+        copies.began(number, "local")
+        copies.ended(number, [(f"group{number}", 1)])
+    groups = [name for name in counters.snapshot() if name.startswith("copies.groups.")]
+    assert len(groups) == MOST_GROUPS + 1
+    assert counters.snapshot()["copies.groups.others"] == MOST_GROUPS
 
 
 class Timers:

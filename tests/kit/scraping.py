@@ -40,6 +40,10 @@ class Scrape:
         """Return the sum of a metric's values with at least these labels."""
         return sum(self.of(name, **labels))
 
+    def since(self, before: Scrape, name: str, **labels: str) -> float:
+        """Return by how much that sum has grown since an earlier scrape."""
+        return self.sum(name, **labels) - before.sum(name, **labels)
+
     def labels(self, name: str) -> list[dict[str, str]]:
         """Return the labels of a metric's values."""
         return [dict(one.labels) for one in self._samples if one.name == name]

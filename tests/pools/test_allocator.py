@@ -165,9 +165,10 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
         """Return how many pages are in which state."""
         read = {page for page, count in self.readers.items() if count}
         owned, free = self.owner.keys(), self.free_pages()
-        states = (free, owned - read - self.writing, owned & read, owned & self.writing, self.doomed)
+        idle, read, written = owned - read - self.writing, owned & read, owned & self.writing
         runs = "".join("x" if page in free else " " for page in range(PAGES)).split()
-        return PageCounts(*map(len, states), max(map(len, runs), default=0))
+        largest = max(map(len, runs), default=0)
+        return PageCounts(len(free), len(idle), len(read), len(written), len(self.doomed), largest)
 
 
 TestAllocator = AllocatorAgainstModel.TestCase
