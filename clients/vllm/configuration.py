@@ -13,6 +13,7 @@ import msgspec
 from kvferry.clients.model_weights import weights_revision
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.ids import ModelIdentity, PoolName
+from kvferry.protocol.tier_messages import HASH_BYTES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,6 +27,10 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
 
 COMPUTED_WITH: Final = ("dtype", "quantization", "hf_overrides", "rope_scaling", "rope_theta")
 """Arguments of vLLM's model configuration under which the same weights and tokens give other KV."""
+
+WITHOUT_DRAFT_KV: Final = frozenset({"ngram", "ngram_gpu", "suffix"})
+DRAFTS: Final = frozenset({"eagle", "eagle3", "mtp", "draft_model"})
+"""Ways to speculate, by vLLM's names: those whose drafts have no KV, and those of which it is carried."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,6 +77,7 @@ class Configuration(NamedTuple):
         block_size: tokens of a block.
         is_producer: whether it hands prompts to others.
         is_consumer: whether it takes prompts of others.
+        drops_last: whether the last block that is found is computed again.
     """
 
     settings: Settings
@@ -81,6 +87,7 @@ class Configuration(NamedTuple):
     block_size: int
     is_producer: bool
     is_consumer: bool
+    drops_last: bool = False
 
     def pool_of(self, rank: int) -> str:
         """Return the name of a rank's pool."""
@@ -115,6 +122,7 @@ def configuration_of(vllm_config: VllmConfig) -> Configuration:
         block_size=vllm_config.cache_config.block_size,
         is_producer=transfer.is_kv_producer,
         is_consumer=transfer.is_kv_consumer,
+        drops_last=_drops_last(vllm_config),
     )
 
 
@@ -158,9 +166,51 @@ def check_carried(vllm_config: VllmConfig) -> None:
             raise refusal(f"{option} {size}", option)
     if getattr(vllm_config.scheduler_config, "async_scheduling", False) and not keeps_freed_blocks():
         raise refusal("async scheduling with this release of vLLM", "async_scheduling")
+    _check_drafts(vllm_config)
+
+
+def _check_drafts(vllm_config: VllmConfig) -> None:
+    """Refuse by name the draft models that are not carried yet.
+
+    Raises:
+        InvalidFieldError: how this engine speculates.
+    """
+    if not _has_draft_kv(vllm_config):
+        return
+    method = vllm_config.speculative_config.method
+    lookahead: int | None = getattr(vllm_config, "num_prefill_lookahead_tokens", None)
+    if method not in DRAFTS or lookahead is None:
+        raise refusal(f"a draft model ({method}) with this release of vLLM", "speculative_config")
+    if lookahead > 1:  # rows of a prompt's end are of tokens that nobody has verified
+        raise refusal(f"an MTP of several modules, which reads {lookahead} tokens ahead", "speculative_config")
+
+
+def _has_draft_kv(vllm_config: VllmConfig) -> bool:
     speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in {"ngram", "ngram_gpu", "suffix"}:
-        raise refusal(f"a draft model ({speculative.method}), whose KV would have to travel too", "speculative_config")
+    return speculative is not None and speculative.method not in WITHOUT_DRAFT_KV
+
+
+def _drops_last(vllm_config: VllmConfig) -> bool:
+    """Return whether the last block that is found is computed again, as vLLM does with its own cache.
+
+    The draft's row of its last token depends on the next token, which may be another one here.
+    """
+    return _has_draft_kv(vllm_config) and bool(vllm_config.speculative_config.use_eagle_block_drop())
+
+
+def draft_digest(vllm_config: VllmConfig) -> bytes:
+    """Return what tells this engine's draft model from others, HASH_BYTES; empty: it has none with KV.
+
+    Raises:
+        InvalidFieldError: a file cannot be read, or changes while it is read.
+    """
+    if not _has_draft_kv(vllm_config):
+        return b""
+    told, model = vllm_config.speculative_config, vllm_config.speculative_config.draft_model_config
+    weights = weights_revision(str(model.model), model.revision, vllm_config.load_config.download_dir)
+    options = {name: str(getattr(model, name, None)) for name in COMPUTED_WITH}
+    content = json.dumps([weights, options, str(told.method)], sort_keys=True)
+    return hashlib.sha256(content.encode()).digest()[:HASH_BYTES]
 
 
 def keeps_freed_blocks() -> bool:
@@ -178,7 +228,8 @@ def refusal(what: str, field: str) -> InvalidFieldError:
 def model_identity(vllm_config: VllmConfig) -> ModelIdentity:
     """Return whose KV it is: the served model, the very weights, and what they are computed with.
 
-    Of the latter the dtype is readable: it is what two servers most often have different.
+    Of the latter the dtype is readable: it is what two servers most often have different. Prompts travel between
+    servers one of which has no draft model; cached blocks are of one draft model alone.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     told = {name: str(getattr(model, name, None)) for name in COMPUTED_WITH}
@@ -187,11 +238,15 @@ def model_identity(vllm_config: VllmConfig) -> ModelIdentity:
         told["config"] = weights_revision(str(config), model.revision, load.download_dir)
     if str(load.load_format) == "dummy":  # weights that are in no file
         told["seed"] = str(model.seed)
+    kv_dtype = str(vllm_config.cache_config.cache_dtype)
+    if kv_dtype.endswith("per_token_head"):  # the layout has rows of bytes then; else it says the dtype
+        told["kv_cache_dtype"] = kv_dtype
     digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
     weights = weights_revision(str(model.model), model.revision, load.download_dir)
     names = model.served_model_name
     name = names if isinstance(names, str) else (names or [model.model])[0]
-    return ModelIdentity(name=name, revision=f"{weights}-{told['dtype'].removeprefix('torch.')}-{digest}")
+    revision = f"{weights}-{told['dtype'].removeprefix('torch.')}-{digest}"
+    return ModelIdentity(name=name, revision=revision, salt=draft_digest(vllm_config).hex())
 
 
 def shares_blocks(vllm_config: VllmConfig) -> bool:

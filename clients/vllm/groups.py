@@ -27,9 +27,11 @@ KINDS: Final = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedL
 MOST_CACHED: Final = 16
 """Groups of a lookup."""
 
+DRAFT_MODEL: Final = "draft_model."
+"""Begins the names of the layers of a draft model that can do without the model."""
+
 PLAIN: Final = (
     ("num_head_slots", None),
-    ("state_content_bytes", None),
     ("compress_ratio", 1),
     ("model_version", None),
     ("num_speculative_blocks", 0),
@@ -107,8 +109,6 @@ def _group(number: int, told: object) -> Group:
             )
     elif getattr(spec, "tokens_per_state", 1) != 1:
         raise refusal(f"a KV cache whose tokens_per_state is {spec.tokens_per_state}", "kv_cache_groups")
-    if getattr(told, "is_eagle_group", False):
-        raise refusal("a draft model's layers", "speculative_config")
     if not getattr(told, "enable_kv_transfer", True):
         raise refusal("a KV cache that vLLM keeps from transfers", "kv_cache_groups")
     reach, chunk = _needs(spec)
@@ -142,5 +142,10 @@ def why_not_cached(groups: Sequence[Group]) -> str:
 
 
 def in_order(layers: Iterable[str]) -> list[str]:
-    """Return layers by their numbers, which other engines have too; vLLM says them in the order of its own."""
-    return sorted(layers, key=lambda name: ([int(one) for one in re.findall(r"\d+", name)], name))
+    """Return layers by their numbers, which other engines have too, a draft model's last; vLLM has its own order."""
+    return sorted(layers, key=lambda name: (name.startswith(DRAFT_MODEL), numbers_of(name), name))
+
+
+def numbers_of(layer: str) -> list[int]:
+    """Return the numbers in a layer's name."""
+    return [int(one) for one in re.findall(r"\d+", layer)]

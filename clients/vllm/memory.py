@@ -15,13 +15,16 @@ import torch
 from torch.overrides import TorchFunctionMode
 from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, MLAAttentionSpec
 
-from kvferry.clients import MhaSpec, MlaSpec
+from kvferry.clients import DraftSpec, MhaSpec, MlaSpec
 from kvferry.clients.engine_pool import EnginePool
 from kvferry.clients.vllm.configuration import Configuration, Memory, Parallel, refusal
-from kvferry.clients.vllm.groups import Group, groups_of, in_order
+from kvferry.clients.vllm.groups import DRAFT_MODEL, Group, groups_of, in_order, numbers_of
 from kvferry.clients.vllm.metadata import Blocks
 from kvferry.pools.layouts import manifest_of
+from kvferry.pools.layouts.mla import packed_token_bytes
+from kvferry.pools.layouts.parts import DRAFT
 from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.ids import MAIN
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,7 +50,19 @@ MLA_VIEWS: Final[Mapping[str, Literal["paged", "page_first_direct"]]] = {
 DIMENSIONS: Final = 4
 """Of a layer: blocks, heads, tokens, content."""
 
-FLOAT8: Final = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+SCALE_BYTES: Final = 4
+TO_A_BYTE: Final = {"fp8_per_token_head": 1, "int8_per_token_head": 1, "int4_per_token_head": 2}
+"""Elements in a byte of the caches that have a scale after each head's k of a token, and after its v."""
+
+DS_MLA: Final = "fp8_ds_mla"
+"""Latents that have their scales, and the rope part, in one row of bytes."""
+
+FLOAT8: Final = {
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    DS_MLA: "float8_e4m3fn",
+}
 
 
 def spec_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, ranks: Parallel, *, staged: bool) -> Spec | None:
@@ -65,15 +80,22 @@ def spec_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, ranks: Para
     """
     groups = groups_of(kv_cache_config)
     kind = cast("AttentionSpec", groups[0].spec)
+    for one in groups:
+        if isinstance(one.spec, AttentionSpec):
+            _check_content(vllm_config, one.spec)
     names = in_order(name for one in groups for name in one.layers)
+    drafts = draft_layers(vllm_config, names)
+    if drafts and len(groups) > 1:
+        raise refusal("a draft model beside several KV cache groups", "speculative_config")
     layout = "LBHNC" if staged else _layout(kv_cache_config, groups)
     is_latent = isinstance(kind, MLAAttentionSpec)
     views: Mapping[str, Any] = MLA_VIEWS if is_latent else MHA_VIEWS
-    if layout not in views or (len(groups) > 1 and not layout.startswith("L")):
+    if layout not in views or ((drafts or len(groups) > 1) and not layout.startswith("L")):
         return None
     numbers = {name: number for number, name in enumerate(names)}
     common: dict[str, Any] = {
-        "layers": len(names),
+        "layers": len(names) - len(drafts),
+        "draft": DraftSpec(layers=len(drafts)) if drafts else None,
         "groups": tuple(tuple(numbers[name] for name in one.layers) for one in groups) if len(groups) > 1 else (),
         "joined": True,
     }
@@ -85,22 +107,28 @@ def spec_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, ranks: Para
         "dtype": _dtype(vllm_config, kind),
         "view": views[layout],
     }
+    told = str(vllm_config.cache_config.cache_dtype)
     if is_latent:
         text = vllm_config.model_config.hf_text_config
         if text.kv_lora_rank + text.qk_rope_head_dim != kind.head_size:
             raise refusal(
                 f"latents of {kind.head_size} elements, not {text.kv_lora_rank} + {text.qk_rope_head_dim}", "model"
             )
+        if told == DS_MLA:
+            if common["view"] != "paged":
+                return None
+            common |= {"joined": False, "packed": "ds_mla"}
         return MlaSpec(
             kv_lora_rank=text.kv_lora_rank, qk_rope_head_dim=text.qk_rope_head_dim, replicas=ranks.size, **common
         )
     total = vllm_config.model_config.get_total_num_kv_heads()
+    keys, values = _widths(told, kind)
     return MhaSpec(
         kv_heads=kind.num_kv_heads,
         head_start=ranks.rank * total // ranks.size,
         total_heads=total,
-        head_dim=kind.head_size,
-        v_head_dim=getattr(kind, "head_size_v", None) or kind.head_size,
+        head_dim=keys,
+        v_head_dim=values,
         replicas=max(1, ranks.size // total),
         packing=_packing(vllm_config, kind),
         **common,
@@ -179,6 +207,40 @@ def _layout(kv_cache_config: KVCacheConfig, groups: Sequence[Group]) -> str:
     return layout
 
 
+def draft_layers(vllm_config: VllmConfig, layers: Iterable[str]) -> list[str]:
+    """Return which of these layers are a draft model's: vLLM numbers them after the model's, or names them so."""
+    if vllm_config.speculative_config is None:
+        return []
+    count = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
+    return [name for name in layers if name.startswith(DRAFT_MODEL) or numbers_of(name) >= [count]]
+
+
+def _widths(told: str, kind: AttentionSpec) -> tuple[int, int]:
+    """Return the elements of a head's k and v of a token, each with its scale where it has one."""
+    widths = kind.head_size, getattr(kind, "head_size_v", None) or kind.head_size
+    if told not in TO_A_BYTE:
+        return widths
+    keys, values = (one // TO_A_BYTE[told] + SCALE_BYTES for one in widths)
+    return keys, values
+
+
+def _check_content(vllm_config: VllmConfig, kind: AttentionSpec) -> None:
+    """Check that a token's row is as long as what is known of it.
+
+    Raises:
+        InvalidFieldError: it has more in it, or less, as of a cache with scales that is not carried.
+    """
+    told, found = str(vllm_config.cache_config.cache_dtype), getattr(kind, "state_content_bytes", None)
+    expected = None
+    if isinstance(kind, MLAAttentionSpec):
+        text = vllm_config.model_config.hf_text_config
+        expected = packed_token_bytes(text.kv_lora_rank, text.qk_rope_head_dim) if told == DS_MLA else None
+    elif told in TO_A_BYTE:
+        expected = sum(_widths(told, kind))
+    if found != expected:
+        raise refusal(f"a KV cache of the dtype {told} with rows of {found} bytes", "kv_cache_dtype")
+
+
 def _dtype(vllm_config: VllmConfig, kind: AttentionSpec) -> str:
     """Return the dtype of an element.
 
@@ -186,7 +248,7 @@ def _dtype(vllm_config: VllmConfig, kind: AttentionSpec) -> str:
         InvalidFieldError: bytes that are no elements, as of a cache with scales of its own.
     """
     told = str(vllm_config.cache_config.cache_dtype)
-    if kind.dtype == torch.uint8:
+    if kind.dtype == torch.uint8 and told not in TO_A_BYTE:
         if told not in FLOAT8:
             raise refusal(f"the KV cache dtype {told}", "kv_cache_dtype")
         return FLOAT8[told]
@@ -295,7 +357,9 @@ class RankMemory:
             for name in group.layers:
                 self._check(name, caches[name], group)
         if self.kind == "staged":
-            copies = {one.component: self.pool.tensor("k", one.component) for one in self.groups}
+            copies = {one.component: [*self.pool.tensor("k", one.component)] for one in self.groups}
+            if self.pool.spec.draft is not None:
+                copies[MAIN] += self.pool.tensor("k", DRAFT)
             self._layers = [
                 [
                     (caches[name], _formed(copy, caches[name]))

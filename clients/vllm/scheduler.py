@@ -231,6 +231,7 @@ class Scheduler:
         blocks = self._found(known)
         if blocks is None:
             return None, False
+        blocks -= bool(blocks and self._told.drops_last)
         known.stored = max(known.stored, blocks)
         more = blocks * self._unit - local_tokens
         if more > 0:

@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from vllm.v1.worker.worker_base import WorkerBase
 
+from kvferry.clients.vllm.configuration import draft_digest
 from kvferry.protocol.tier_messages import HASH_BYTES
 
 if TYPE_CHECKING:
@@ -49,11 +50,14 @@ class Weights:
     def __init__(self, vllm_config: VllmConfig) -> None:
         """Look at them, once they are loaded."""
         self.now = b""
+        self._draft = draft_digest(vllm_config)
         self._worker = next(
             (one for one in gc.get_objects() if issubclass(type(one), WorkerBase) and one.vllm_config is vllm_config),
             None,
         )  # vLLM gives a connector no way to its worker
-        if vllm_config.model_config.quantization is not None and vllm_config.device_config.device_type == "cpu":
+        draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+        quantized = any(one is not None and one.quantization is not None for one in (vllm_config.model_config, draft))
+        if quantized and vllm_config.device_config.device_type == "cpu":
             self._worker = None  # kernels have them, and say nothing
         self._first = self._last = self._read()
 
@@ -73,6 +77,27 @@ class Weights:
             logger.warning("kvferry: this server's weights have changed: it shares KV with equal ones only")
         return self.now
 
+    def told(self, prompt: bytes) -> bytes:
+        """Return what prefill says beside a prompt's blocks: of which prompt, weights and draft model they are."""
+        return b"".join(part.ljust(HASH_BYTES, b"\0") for part in (prompt, self.now, self._draft))
+
+    def difference(self, theirs: bytes, prompt: bytes) -> str:
+        """Return in what a prompt's blocks are not this server's own; empty: they are."""
+        ours, both = self.told(prompt), 2 * HASH_BYTES
+        if len(theirs) != len(ours) or theirs[:both] != ours[:both]:
+            return "another prompt, or the same one with another adapter or other weights"
+        drafts = {theirs[both:], ours[both:]} - {bytes(HASH_BYTES)}
+        return "the prompt with another draft model" if len(drafts) > 1 else ""
+
+    def _modules(self, worker: WorkerBase) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Yield the modules of the model and of its draft model, those that both have once."""
+        seen: set[torch.nn.Module] = set()
+        yield from worker.get_model().named_modules(memo=seen)
+        runner: Any = worker.model_runner
+        draft = getattr(getattr(runner, "drafter", None), "model", None)
+        if isinstance(draft, torch.nn.Module):
+            yield from draft.named_modules(memo=seen, prefix="draft")
+
     def _read(self) -> _Read | None:
         """Read all weights; None: they cannot be read."""
         if self._worker is None:
@@ -80,7 +105,7 @@ class Weights:
         digest = hashlib.blake2b(digest_size=HASH_BYTES)
         packed = []
         try:
-            for where, module in self._worker.get_model().named_modules():
+            for where, module in self._modules(self._worker):
                 kernel = getattr(module, "cpu_linear", None)
                 packed += [] if kernel is None else [kernel]
                 for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):

@@ -247,7 +247,7 @@ class Worker:
         told: list[Store | Send] = [*sends, *work.stores]
         self._memory.copy_out(blocks for one in told for blocks in _blocks_of(one))
         for one in sends:
-            self._sending(one).add(one._replace(prompt=self._with_weights(one.prompt)))
+            self._sending(one).add(one._replace(prompt=self._weights.told(one.prompt)))
         if sends:
             self._poll()
         reads: list[Store | Send] = [*self._due(), *work.stores]
@@ -313,7 +313,7 @@ class Worker:
         self._steps = ()
         if not self._settings.layer_by_layer or self._memory.kind == "staged":
             return []
-        layered = [one._replace(prompt=self._with_weights(one.prompt)) for one in sends if self._is_layered(one)]
+        layered = [one._replace(prompt=self._weights.told(one.prompt)) for one in sends if self._is_layered(one)]
         if layered and not self._engine.is_away:
             try:
                 with self._engine.client() as client:
@@ -504,10 +504,6 @@ class Worker:
         tokens = blocks.tokens if self._memory.pool.page_size == group.block_size else None  # else they are bytes
         return pages(np.array(blocks.ids), first_page=blocks.first, tokens=tokens, component=group.component)
 
-    def _with_weights(self, prompt: bytes) -> bytes:
-        """Return what both sides compare: the prompt, and the weights, where they are no longer the pool's."""
-        return prompt + self._weights.now
-
     def _poll(self) -> None:
         try:
             self._engine.poll()
@@ -635,8 +631,8 @@ class Worker:
             return work.error, 0 if work.done is None else work.done.loaded
         if work.error is None and isinstance(one.asked, Receive):
             assert work.finished is not None
-            if work.finished.payload != self._with_weights(one.asked.prompt):
-                what = "another prompt, or the same one with another adapter or other weights"
+            what = self._weights.difference(work.finished.payload, one.asked.prompt)
+            if what:
                 return LengthMismatchError(f"the other server has computed {what}", field="transfer_id"), 0
         return work.error, 0
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -21,6 +24,7 @@ from vllm.v1.kv_cache_interface import (
     RSWASpec,
     SlidingWindowSpec,
     create_kv_cache_views,
+    get_kv_quant_mode,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -36,7 +40,21 @@ from kvferry.pools.planning.arrays import array_of
 from kvferry.protocol.errors import InvalidFieldError
 from tests.kit.daemons import Daemon
 from tests.kit.folders import TINY_MHA
-from tests.vllm.in_process import PROMPTS, Engine, Plain, Served, assert_all_is_free, engine, reset, settings
+from tests.vllm.in_process import (
+    PROMPTS,
+    Asked,
+    Engine,
+    Plain,
+    Served,
+    assert_all_is_free,
+    engine,
+    prompt,
+    prompt_of,
+    reset,
+    settings,
+    through_router,
+)
+from tests.vllm.servers import REMOTE_DECODE
 
 
 def full_attention(**more: Any) -> FullAttentionSpec:  # noqa: ANN401  of vLLM's
@@ -73,14 +91,21 @@ def names(count: int = LAYERS) -> list[str]:
     return [f"model.layers.{number}.self_attn.attn" for number in range(count)]
 
 
-def vllm_config(total_heads: int = HEADS, *, device: str = "cuda", dtype: str = "auto") -> Any:  # noqa: ANN401
-    """Return what of vLLM's configuration says what KV is."""
+def vllm_config(total_heads: int = HEADS, *, device: str = "cuda", dtype: str = "auto", drafts: int = 0) -> Any:  # noqa: ANN401
+    """Return what of vLLM's configuration says what KV is; ``drafts``: how many of the layers are a draft model's."""
     text = SimpleNamespace(kv_lora_rank=RANK, qk_rope_head_dim=ROPE)
-    model = SimpleNamespace(get_total_num_kv_heads=lambda: total_heads, hf_text_config=text, enable_sleep_mode=False)
+    model = SimpleNamespace(
+        get_total_num_kv_heads=lambda: total_heads,
+        get_num_layers=lambda _: LAYERS - drafts,
+        hf_text_config=text,
+        enable_sleep_mode=False,
+    )
     return SimpleNamespace(
         model_config=model,
         cache_config=SimpleNamespace(cache_dtype=dtype),
         device_config=SimpleNamespace(device_type=device),
+        speculative_config=SimpleNamespace() if drafts else None,
+        parallel_config=None,
     )
 
 
@@ -113,42 +138,93 @@ def owned_spec(kind: Any, layout: str, **more: Any) -> Spec | None:  # noqa: ANN
 # -- byte by byte
 
 
+def with_scales(dtype: str) -> FullAttentionSpec:
+    """Return what vLLM says of a cache with a scale a token and head, as its backend for it makes it."""
+    kind = full_attention(dtype=STR_DTYPE_TO_TORCH_DTYPE[dtype], kv_quant_mode=get_kv_quant_mode(dtype))
+    made = TritonAttentionBackend.customize_spec(kind)
+    assert isinstance(made, FullAttentionSpec)
+    return made
+
+
+class Case(NamedTuple):
+    """A KV cache of vLLM's: what its rows are, in which order, ``--kv-cache-dtype``, and layers of a draft model."""
+
+    kind: FullAttentionSpec
+    layout: str
+    dtype: str = "auto"
+    drafts: int = 0
+
+    @property
+    def spec(self) -> Spec | None:
+        """Return what the daemon is told of it."""
+        return owned_spec(self.kind, self.layout, dtype=self.dtype, drafts=self.drafts)
+
+
 @pytest.mark.parametrize(
-    ("kind", "layout"),
+    "case",
     [
-        (MHA, "LBHNC"),
-        (MHA, "LBNHC"),
-        (MHA, "BLNHC"),
-        (NARROW_V, "LBNHC"),
-        (MLA, "LBHNC"),
-        (MLA, "LBNHC"),
-        (MLA, "BLHNC"),
-        (MLA, "BLNHC"),
+        Case(MHA, "LBHNC"),
+        Case(MHA, "LBNHC"),
+        Case(MHA, "BLNHC"),
+        Case(NARROW_V, "LBNHC"),
+        Case(MLA, "LBHNC"),
+        Case(MLA, "LBNHC"),
+        Case(MLA, "BLHNC"),
+        Case(MLA, "BLNHC"),
+        Case(MHA, "LBHNC", drafts=3),
+        Case(MLA, "LBNHC", drafts=1),
+        Case(full_attention(dtype=torch.uint8), "LBNHC", "fp8"),
+        Case(full_attention(dtype=torch.uint8), "LBHNC", "fp8_e5m2"),
+        Case(with_scales("int8_per_token_head"), "LBHNC", "int8_per_token_head"),
+        Case(with_scales("fp8_per_token_head"), "LBNHC", "fp8_per_token_head", drafts=2),
+        Case(with_scales("int4_per_token_head"), "LBNHC", "int4_per_token_head"),
     ],
+    ids=str,
 )
-def test_every_element_is_where_the_manifest_says(kind: Any, layout: str) -> None:  # noqa: ANN401
+def test_every_element_is_where_the_manifest_says(case: Case) -> None:
     """What vLLM's own views have written is read by the manifest's arrays."""
+    kind, layout = case.kind, case.layout
     told = kv_cache_config(kind, layout)
     raw = torch.zeros(told.kv_cache_tensors[0].size, dtype=torch.int8)
     views = create_kv_cache_views(raw, kind, BLOCKS, KVCacheLayout[layout], told.kv_cache_tensors[0])
-    bits = torch.int32 if kind.dtype == torch.float32 else torch.int16
+    bits = {4: torch.int32, 2: torch.int16, 1: torch.int8}[kind.dtype.itemsize]
     for number, view in enumerate(views):
         count = view.numel()
         view.view(bits)[:] = (torch.arange(count) + number * count).to(bits).view(view.shape)
-    spec = owned_spec(kind, layout)
+    assert case.spec is not None
+    manifest = manifest_of(case.spec)
+    assert (manifest.region_bytes, manifest.pages) == (raw.numel(), BLOCKS)
+    found = []
+    for component in ("main", "draft")[: 2 if case.drafts else 1]:
+        array = array_of(manifest, component, "k")
+        part = raw.view(torch.uint8).numpy()[array.start : array.start + array.size_bytes]
+        found.append(as_vllm(part.view(f"i{kind.dtype.itemsize}").reshape(array.shape), layout))
+    assert len(found[-1]) == (case.drafts or LAYERS)
+    assert (np.concatenate(found) == np.stack([view.view(bits).numpy() for view in views])).all()
+    entry = manifest.entries[0]
+    assert entry.page_tokens == BLOCK
+    widths = (RANK, ROPE) if kind is MLA else (kind.head_size, kind.head_size_v)
+    per_byte = {"int4_per_token_head": 2}.get(case.dtype, 1)
+    keys, values = (one // per_byte + (4 if "per_token" in case.dtype else 0) for one in widths)
+    assert str(entry.format).endswith(f"_{keys}_{values}")
+
+
+def test_dtypes_of_the_cache_are_told_apart() -> None:
+    """A layout says what its elements are; of those that are bytes with scales the model's identity says it."""
+    float8 = [Case(full_attention(dtype=torch.uint8), "LBHNC", dtype).spec for dtype in ("fp8", "fp8_e4m3", "fp8_e5m2")]
+    dtypes = [manifest_of(one).entries[0].dtype for one in float8 if one is not None]
+    assert dtypes == ["float8_e4m3fn", "float8_e4m3fn", "float8_e5m2"]
+
+
+def test_packed_latents_have_their_scales_in_them() -> None:
+    kind = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.uint8, state_content_bytes=656)
+    told = vllm_config(dtype="fp8_ds_mla")
+    told.model_config.hf_text_config = SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64)
+    spec = spec_of(told, kv_cache_config(kind, "LBNHC"), ONE_RANK, staged=False)
     assert spec is not None
     manifest = manifest_of(spec)
-    assert (manifest.region_bytes, manifest.pages) == (raw.numel(), BLOCKS)
-    array = array_of(manifest, "main", "k")
-    found = raw.numpy()[array.start : array.start + array.size_bytes].view(
-        np.int32 if bits == torch.int32 else np.int16
-    )
-    assert (as_vllm(found.reshape(array.shape), layout) == np.stack([view.view(bits).numpy() for view in views])).all()
-    entry = manifest.entries[0]
-    keys, values = (RANK, ROPE) if kind is MLA else (kind.head_size, kind.head_size_v)
-    assert entry.format is not None
-    assert entry.format.endswith(f"_{keys}_{values}")
-    assert (entry.dtype, entry.page_tokens) == (str(kind.dtype).removeprefix("torch."), BLOCK)
+    assert manifest.region_bytes == kv_cache_config(kind).kv_cache_tensors[0].size
+    assert spec_of(told, kv_cache_config(kind, "BLNHC"), ONE_RANK, staged=False) is None
 
 
 @pytest.mark.parametrize("kinds", [(MHA, window(), window()), (MHA, states())], ids=["windows", "states"])
@@ -251,11 +327,17 @@ def test_order_of_bytes_on_a_cpu_is_named() -> None:
             "RSWASpec",
         ),
         (states(mamba_cache_mode="align"), {}, "mamba_cache_mode align"),
-        (full_attention(state_content_bytes=136), {}, "state_content_bytes"),
+        (full_attention(state_content_bytes=136), {}, "dtype auto with rows of 136 bytes"),
+        (full_attention(state_content_bytes=136), {"dtype": "turboquant_k8v4"}, "dtype turboquant_k8v4 with rows"),
+        (
+            MLAAttentionSpec(block_size=8, num_kv_heads=1, head_size=24, dtype=torch.int8, state_content_bytes=32),
+            {"dtype": "int8_per_token_head"},
+            "dtype int8_per_token_head with rows of 32 bytes",
+        ),
         (MLAAttentionSpec(block_size=8, num_kv_heads=1, head_size=80, dtype=torch.bfloat16), {}, "latents of 80"),
-        (full_attention(dtype=torch.uint8), {"dtype": "fp8_ds_mla"}, "fp8_ds_mla"),
+        (full_attention(dtype=torch.uint8), {"dtype": "nvfp4"}, "nvfp4"),
     ],
-    ids=["gap", "states", "scales", "latents", "dtype"],
+    ids=["gap", "states", "scales", "packed", "latents with scales", "latents", "dtype"],
 )
 def test_what_is_not_carried_is_refused_by_name(kind: Any, more: dict[str, Any], said: str) -> None:  # noqa: ANN401
     told = kv_cache_config(kind)
@@ -399,3 +481,31 @@ def assert_same_blocks(one: Engine, client: Client, pool: str) -> None:
 def content(served: Served) -> npt.NDArray[Any]:
     """Return all of vLLM's KV memory, as (layers, blocks, …)."""
     return np.stack([layer.numpy() for layer in served.runner.kv_caches])
+
+
+@pytest.mark.long
+def test_blocks_of_8_bits_are_for_their_like_alone(kept_daemon: Daemon, tmp_path: Path) -> None:
+    """Found and handed on with the same dtype of the cache; with another one they are computed, and the log says it."""
+    with ExitStack() as stack, Client.connect(kept_daemon.runtime_dir) as client:
+        one, other, third = (
+            stack.enter_context(engine(tmp_path, settings(kept_daemon, name), model=TINY_MHA, kv_cache_dtype=dtype))
+            for name, dtype in (("one", "fp8"), ("other", "fp8_e4m3"), ("third", "fp8_e5m2"))
+        )
+        (pool,) = (status for status in client.status().pools if status.pool == "one")
+        assert "float8_e4m3fn" in str(pool)
+        asked = prompt_of("8 bits")
+        want, theirs = (each.ask_anew(asked, skips_cache=True).tokens for each in (one, third))
+        (first,) = one.ask(asked)
+        one.drain()
+        answers = [each.ask_anew(asked) for each in (other, third)]
+        assert [answer.tokens for answer in (first, *answers)] == [want, want, theirs]
+        assert [answer.cached > 0 for answer in answers] == [True, False]
+        tokens = prompt(300, seed=8)
+        for decode, arrived in ((other, 1), (third, 0)):
+            want = decode.ask_anew(tokens, skips_cache=True).tokens
+            (answer,) = one.ask(Asked(tokens, 1, dict(REMOTE_DECODE)))
+            before = client.status().counters.get("transfers.receive.ok", 0)
+            (received,) = decode.ask(Asked(tokens, params=through_router(answer)), salt="received")
+            assert received.tokens == want
+            assert client.status().counters.get("transfers.receive.ok", 0) - before == arrived
+        assert any("float8_e4m3fn" in line and "float8_e5m2" in line for line in third.log())
