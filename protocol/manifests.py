@@ -201,7 +201,8 @@ class MambaSpec(_Spec, frozen=True, kw_only=True, tag="mamba"):
     ``conv_parts`` are the channels held here of each part that lies side by side in ``conv_channels`` (q, k and v) and
     is split over the ranks by itself, in proportion to the heads (without ssm: to the first part's channels, which the
     head fields then count). Ranks of unequal splits exchange conv only if both give it. The attention layers are
-    component ``main``; ``tokens``, ``page_size``, ``kv_heads`` and ``head_dim`` apply to them.
+    component ``main``; ``tokens``, ``page_size``, ``kv_heads`` and ``head_dim`` apply to them. In the views
+    ``page_first`` and ``page_first_direct``, see ``MhaSpec``, a slot holds all state layers, too.
     """
 
     state_layers: LayerNumbers = ()
@@ -225,7 +226,7 @@ class MambaSpec(_Spec, frozen=True, kw_only=True, tag="mamba"):
     head_dim: Count | None = None
     v_head_dim: Count | None = None
     dtype: str
-    view: View = "paged"
+    view: View | HostView = "paged"
     replicas: Count = 1
     draft: DraftSpec | None = None
     optional_components: ComponentNames = ("draft",)

@@ -38,13 +38,13 @@ from sglang.srt.mem_cache.pool_host.common import (
 from sglang.srt.mem_cache.pool_host.npu_memfabric import memfabric_host_memory_enabled
 from sglang.srt.utils import get_bool_env_var
 
-from kvferry.clients import CacheGroup, Client, MhaSpec, MlaSpec, ModelIdentity
+from kvferry.clients import CacheGroup, Client, MambaSpec, MhaSpec, MlaSpec, ModelIdentity
 from kvferry.clients.engine import Engine, end_of
 from kvferry.clients.engine_pool import EnginePool
 from kvferry.clients.model_weights import weights_revision
 from kvferry.clients.sglang import identity, plugin
 from kvferry.clients.sglang.choice import stores_in_kvferry
-from kvferry.clients.sglang.pools import model_identity, pool_name, tensor_parallel
+from kvferry.clients.sglang.pools import MAMBA, SWA, model_identity, pool_name, tensor_parallel
 from kvferry.clients.sglang.settings import settings
 from kvferry.clients.slots import pages_from_slots
 from kvferry.pools.devices.npu import NpuVendor
@@ -58,6 +58,7 @@ from kvferry.protocol.errors import (
     OutOfMemoryError,
     SessionLostError,
 )
+from kvferry.protocol.ids import MAIN
 from kvferry.protocol.tier_messages import HASH_BYTES
 
 if TYPE_CHECKING:
@@ -79,8 +80,8 @@ LOOKUP_S: Final = 2.0
 LIST_BLOCKS: Final = 32768
 """In one message."""
 
-WINDOWS: Final = "swa"
-"""SGLang's name of the host pool of window layers, beside that of full attention."""
+BESIDE: Final = (SWA, MAMBA)
+"""SGLang's names of the host pools of windows and of states, beside that of full attention, and the daemon's."""
 
 SHA256_DIGITS: Final = 64
 COMPUTED_WITH: Final = (
@@ -101,11 +102,19 @@ FILES: Final = ("quantization_param_path", "decrypted_config_file", "modelopt_ch
 
 
 class HostPool(NamedTuple):
-    """SGLang's host pool in the daemon's memory: of one model, one rank, one process."""
+    """SGLang's host pool in the daemon's memory: of one model, one rank, one process.
+
+    Attributes:
+        pool: the daemon's.
+        page_size: in tokens; 1 where a page is a slot of states.
+        address: of SGLang's first array.
+        group: of its blocks in the daemon's prefix cache.
+    """
 
     pool: EnginePool
     page_size: int
     address: int
+    group: str
 
 
 _allocators: weakref.WeakSet[HostAllocator] = weakref.WeakSet()
@@ -194,7 +203,7 @@ class HostAllocator(HostTensorAllocator):
     def allocate(self, dims: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
         """Return the pool's memory as SGLang wants it: k of all layers, then v, or one array of latents.
 
-        SGLang asks twice for latents of an NPU, whose two arrays are one pool.
+        SGLang asks twice for latents of an NPU, and for states, whose two arrays are one pool.
 
         Raises:
             InvalidFieldError: it is a host pool that is not carried yet; says which.
@@ -212,16 +221,20 @@ class HostAllocator(HostTensorAllocator):
     def _made(self) -> Iterator[torch.Tensor]:
         """Make the daemon's pool; return the memory of each array that SGLang asks for."""
         spec = _spec(self._host_pool)
-        told = settings()
-        name = f"{pool_name(told.pool)}-hicache{f'-{WINDOWS}' if self._host_pool.pool_label == WINDOWS else ''}"
+        told, label = settings(), _label(self._host_pool)
+        name = f"{pool_name(told.pool)}-hicache{f'-{label}' if label in BESIDE else ''}"
         pool = EnginePool(Engine(name, told.runtime_dir), name, spec, _identity(self._host_pool), told.memory)
         memory = pool.whole()
-        self.host = HostPool(pool, spec.page_size, memory.data_ptr())
-        if self._host_pool._transfer_device.type == "npu":  # noqa: SLF001  nothing else of SGLang says it
+        arrays = [memory]
+        if isinstance(spec, MambaSpec):
+            roles = ("ssm", spec.ssm_shape), ("conv", spec.conv_window)
+            arrays = [pool.elements(role, MAMBA) for role, has in roles if has]
+        elif self._host_pool.layout == SPLIT:
+            arrays = [pool.elements("k"), pool.elements("v")]
+        self.host = HostPool(pool, pool.page_size, arrays[0].data_ptr(), MAMBA if label == MAMBA else MAIN)
+        if _where(self._host_pool) == "npu":
             self._register(memory)
-        if self._host_pool.layout == SPLIT:
-            return iter([pool.elements("k"), pool.elements("v")])
-        return iter([memory])
+        return iter(arrays)
 
     def _register(self, memory: torch.Tensor) -> None:
         """Let the NPU copy to and from the memory while its stream goes on: with any other, a copy waits for it."""
@@ -236,17 +249,66 @@ class HostAllocator(HostTensorAllocator):
         weakref.finalize(self, npu.unregister_host, memory.data_ptr()).atexit = False
 
 
-def _spec(host_pool: Any) -> MhaSpec | MlaSpec:  # noqa: ANN401
+def _label(host_pool: Any) -> str:  # noqa: ANN401  SGLang's object
+    """Return SGLang's name of a host pool; that of states has none of its own."""
+    return str(getattr(host_pool, "pool_label", MAMBA))
+
+
+def _where(host_pool: Any) -> str:  # noqa: ANN401  SGLang's object
+    """Return the kind of device that a host pool copies from; nothing else of SGLang says it."""
+    device = host_pool._buffer_device if _label(host_pool) == MAMBA else host_pool._transfer_device  # noqa: SLF001
+    return str(device.type)
+
+
+def _spec(host_pool: Any) -> MhaSpec | MlaSpec | MambaSpec:  # noqa: ANN401
     """Return what describes a host pool.
 
     Raises:
         InvalidFieldError: it is not carried yet; says what of it.
     """
-    kind, label = host_pool.__class__.__name__, host_pool.pool_label
-    where = host_pool._transfer_device.type  # noqa: SLF001  nothing else of SGLang says it
-    labels = {"kv"} if where == "npu" else {"kv", "full", WINDOWS}
-    if label not in {"MHATokenToKVPoolHost": labels, "MLATokenToKVPoolHost": {"kv"}}.get(kind, ()):
-        raise _refusal(f"the {label!r} host pool {kind} on {where} (states, draft models, indexers)")
+    kind, label, where = host_pool.__class__.__name__, _label(host_pool), _where(host_pool)
+    known = {"MHATokenToKVPoolHost": ("kv", "full", SWA), "MLATokenToKVPoolHost": ("kv",), "MambaPoolHost": (MAMBA,)}
+    if label not in known.get(kind, ()):
+        raise _refusal(f"the {label!r} host pool {kind} on {where} (draft models, indexers)")
+    if ALLOC_MEMORY_FUNCS[where] not in {alloc_with_host_register, allocate_beside_npu}:
+        raise _refusal(f"the host pool of a device of kind {where}, which allocates for itself")
+    if host_pool.page_num < 2:  # noqa: PLR2004  one is the padding page
+        raise _refusal("a host pool without a page: give --hicache-size or --hicache-ratio")
+    return _states_spec(host_pool) if kind == "MambaPoolHost" else _kv_spec(host_pool)
+
+
+def _states_spec(host_pool: Any) -> MambaSpec:  # noqa: ANN401
+    """Return what describes a host pool of states, whose slots have those of all layers."""
+    (*others, conv), ssm = host_pool.conv_state_shapes, host_pool.temporal_state_shape
+    if others:
+        raise _refusal(f"{len(others) + 1} convolutions a layer in the host pool")
+    if host_pool.mtp_draft_buffer_infos or host_pool.slot_state_device_tensors:
+        raise _refusal("a draft model's states in the host pool, or other states beside a slot's")
+    rank, ranks = tensor_parallel()
+    more: dict[str, Any] = {}
+    heads = ssm[0] if math.prod(ssm) else 1
+    if math.prod(ssm):
+        more |= {"ssm_shape": tuple(ssm), "ssm_dtype": _dtype(host_pool.temporal_dtype)}
+    if math.prod(conv):  # its axes as they lie, whichever is the window
+        more |= {"conv_window": conv[0], "conv_channels": conv[1]}
+    return MambaSpec(
+        state_layers=tuple(range(host_pool.num_mamba_layers)),
+        slots=host_pool.page_num - 1,
+        state_head_start=heads * rank,
+        state_total_heads=heads * ranks,
+        page_size=1,
+        dtype=_dtype(host_pool.conv_dtype),
+        view="page_first",
+        **more,
+    )
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _kv_spec(host_pool: Any) -> MhaSpec | MlaSpec:  # noqa: ANN401
+    """Return what describes a host pool of keys and values, or of latents."""
     is_split = host_pool.layout == SPLIT
     if host_pool.layout not in VIEWS and not is_split:
         raise _refusal(f"the layout {host_pool.layout}: give --hicache-mem-layout {' or '.join(VIEWS)}")
@@ -255,20 +317,16 @@ def _spec(host_pool: Any) -> MhaSpec | MlaSpec:  # noqa: ANN401
         raise _refusal(f"{drafts} draft layers in the host pool" if drafts else "packed latents (DSA, NSA)")
     if host_pool.dcp_size > 1 or getattr(host_pool, "_layer_shard_enabled", False):
         raise _refusal("context parallelism of decode, or layers split over ranks")
-    if ALLOC_MEMORY_FUNCS[where] not in {alloc_with_host_register, allocate_beside_npu}:
-        raise _refusal(f"the host pool of a device of kind {where}, which allocates for itself")
-    if host_pool.page_num < 2:  # noqa: PLR2004  one is the padding page
-        raise _refusal("a host pool without a page: give --hicache-size or --hicache-ratio")
     rank, ranks = tensor_parallel()
     common: dict[str, Any] = {
         "layers": host_pool.layer_num,
         "first_layer": host_pool.start_layer,
         "tokens": host_pool.size - host_pool.page_size,
         "page_size": host_pool.page_size,
-        "dtype": str(host_pool.dtype).removeprefix("torch."),
+        "dtype": _dtype(host_pool.dtype),
         "view": "page_first_direct" if is_split else VIEWS[host_pool.layout],
     }
-    if kind == "MLATokenToKVPoolHost":
+    if host_pool.__class__.__name__ == "MLATokenToKVPoolHost":
         widths = host_pool.kv_lora_rank, host_pool.qk_rope_head_dim
         if is_split and host_pool._native_buffers.index_k is not None:  # noqa: SLF001
             raise _refusal("an indexer's keys in the host pool (DSA, NSA)")
@@ -294,8 +352,8 @@ def _identity(host_pool: Any) -> ModelIdentity:  # noqa: ANN401
             told[name] = weights_revision(str(path), None, None)
     if host_pool.layout == SPLIT and get_bool_env_var("SGLANG_USE_FIA_NZ"):  # as its device pool reads it
         told["order"] = "nz"
-    if host_pool.pool_label == WINDOWS:  # whose layers may look like those of full attention
-        told["layers"] = WINDOWS
+    if _label(host_pool) in BESIDE:  # whose layers may look like those of full attention
+        told["layers"] = _label(host_pool)
     settings_digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
     return msgspec.structs.replace(model_identity(), revision=f"{identity.weights.begin()}-{settings_digest}")
 
@@ -358,7 +416,8 @@ class KvferryHiCacheStorage(HiCacheStorage):
     def _take(self, name: str, host_pool: Any) -> None:  # noqa: ANN401
         found, buffer = getattr(host_pool, "allocator", None), getattr(host_pool, "kv_buffer", None)
         host = found.host if isinstance(found, HostAllocator) else None
-        if host is None or buffer is None or buffer.data_ptr() != host.address:
+        first = buffer[0] if isinstance(buffer, list) else buffer
+        if host is None or first is None or first.data_ptr() != host.address:
             raise InvalidFieldError(
                 "the host pool is not in the daemon's memory: the storage must be chosen when the server starts",
                 field="hicache_storage_backend",
@@ -366,13 +425,13 @@ class KvferryHiCacheStorage(HiCacheStorage):
         self._hosts[str(name)] = host, Sessions(host.pool.engine)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:  # noqa: ANN401
-        """Take a pool by name: the KV's, which it has already, or that of window layers beside it.
+        """Take a pool by name: the KV's, which it has already, or that of windows or states beside it.
 
         Raises:
             InvalidFieldError: it is another pool, which is not carried yet, or its memory is not the daemon's.
         """
-        if host_pool_name == PoolName.SWA:
-            self._take(PoolName.SWA, host_pool)
+        if host_pool_name in BESIDE:
+            self._take(host_pool_name, host_pool)
         elif host_pool_name != PoolName.KV:
             raise _refusal(f"the {str(host_pool_name)!r} host pool {type(host_pool).__name__}")
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
@@ -415,25 +474,33 @@ class KvferryHiCacheStorage(HiCacheStorage):
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: object = None,
     ) -> PoolTransferResult:
-        """Return how many leading keys are stored in all pools, of windows the last ones that each transfer names.
+        """Return how many leading keys are stored in all pools, of windows and states the last ones of each transfer.
 
         Of the lengths that can be restored it tells the longest alone: ranks that differ find nothing.
         """
-        length = self.batch_exists(keys, extra_info)
-        hits = {PoolName.KV: length} if length else {}
-        for transfer in pool_transfers or ():
-            trails = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
-            need = CacheGroup(last=max(1, len(transfer.keys or ())) if trails else None)
+        found, before = self.batch_exists(keys, extra_info), 0
+        hits = {PoolName.KV: found} if found else {}
+        beside = pool_transfers or ()
+        while found and found != before:  # what one pool lacks may leave another without its last ones
+            before = found
+            for transfer in beside:
+                found = self._found(transfer, keys[:found]) if found else 0
+            if len(beside) < 2:  # noqa: PLR2004  there is no other
+                break
+        hits |= {transfer.name: found for transfer in beside if found}
+        return PoolTransferResult(found, hits, [found] if found else [])
 
-            def ask(client: Client, host: HostPool, need: CacheGroup = need, end: int = length) -> tuple[int, None]:
-                names = self._names(keys[:end])
-                found = client.lookup(host.pool.name, names, groups=[need], pin=False, deadline_s=LOOKUP_S)
-                return found.blocks, None
+    def _found(self, transfer: PoolTransfer, keys: list[str]) -> int:
+        """Return how many leading keys end with stored ones, as many as a transfer names, or are all stored."""
+        trails = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
+        last = max(1, len(transfer.keys or ())) if trails else None
 
-            length = self._try("lookup", ask, 0, transfer.name) if length else 0
-            if length:
-                hits[transfer.name] = length
-        return PoolTransferResult(length, hits, [length] if length else [])
+        def ask(client: Client, host: HostPool) -> tuple[int, None]:
+            need = CacheGroup(group=host.group, last=last)
+            found = client.lookup(host.pool.name, self._names(keys), groups=[need], pin=False, deadline_s=LOOKUP_S)
+            return found.blocks, None
+
+        return self._try("lookup", ask, 0, transfer.name)
 
     def exists(self, key: str) -> bool:
         """Return whether a key is stored."""
@@ -459,11 +526,12 @@ class KvferryHiCacheStorage(HiCacheStorage):
     def _load(self, name: str, keys: list[str], host_indices: torch.Tensor) -> list[bool]:
         def load(client: Client, host: HostPool) -> tuple[int, KvferryError | None]:
             ids = _pages(keys, host_indices, host.page_size)
-            found = client.lookup(host.pool.name, self._names(keys), deadline_s=LOOKUP_S)
+            names, groups = self._names(keys), [CacheGroup(group=host.group)]
+            found = client.lookup(host.pool.name, names, groups=groups, deadline_s=LOOKUP_S)
             if not found.blocks:
                 return 0, None
-            began = time.perf_counter()
-            operation = client.load(host.pool.name, found.lease, ids[: found.blocks], unpin=True)
+            began, ids = time.perf_counter(), ids[: found.blocks]
+            operation = client.load(host.pool.name, found.lease, ids, group=host.group, unpin=True)
             error = end_of(client, operation)
             if operation.refused is not None:  # it has not ended its lease
                 client.unpin(found.lease)
@@ -490,8 +558,8 @@ class KvferryHiCacheStorage(HiCacheStorage):
         def store(client: Client, host: HostPool) -> tuple[bool, KvferryError | None]:
             ids = _pages(keys, host_indices, host.page_size)
             before = self._names((getattr(extra_info, "prefix_keys", None) or [])[-1:])
-            began = time.perf_counter()
-            operation = client.store(host.pool.name, self._names(keys), ids, parent=before[0] if before else None)
+            began, parent = time.perf_counter(), before[0] if before else None
+            operation = client.store(host.pool.name, self._names(keys), ids, group=host.group, parent=parent)
             error = end_of(client, operation)
             self._moved("backup", host, 0 if error else len(keys), began)
             return error is None, error

@@ -37,6 +37,7 @@ _SCHEDULER: Final = f"{_SRT}managers.scheduler.Scheduler"
 _NPU: Final = f"{_SRT}hardware_backend.npu.memory_pool_npu."
 _METADATA: Final = f"{_SRT}disaggregation.utils.MetadataBuffers.__init__"
 _HOST: Final = f"{_SRT}mem_cache.pool_host."
+_STATES: Final = "mamba.MambaPoolHost."
 _FITS: Final = f"{_SRT}managers.cache_controller.HiCacheController.can_fit_prefetch_host_buffers"
 _STORAGE: Final = f"{_SRT}mem_cache.hicache_storage.HiCacheStorage."
 _WEIGHTS: Final = f"{_SRT}managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
@@ -145,6 +146,7 @@ KNOWN: Final = (
     Known(f"{_CONN}CommonKVBootstrapServer._setup_routes", ("self",)),
     Known(f"{_HOST}base.HostKVCache._allocate_host_buffer", ("self",)),
     Known(f"{_HOST}base.HostKVCache.clear", ("self",)),
+    *(Known(f"{_HOST}{_STATES}{call}", ("self",)) for call in ("clear", "init_kv_buffer")),
     Known(f"{_HOST}common.HostTensorAllocator.allocate", ("self", "dims", "dtype", "device")),
     Known(
         f"{_HOST}common.alloc_with_pin_memory",
@@ -266,7 +268,7 @@ def _register(unknown: list[str]) -> None:
         *((f"{kind}.get_cpu_copy", retraction.get_cpu_copy) for kind in _COPIED),
         *((f"{kind}.load_cpu_copy", retraction.load_cpu_copy) for kind in _COPIED),
         (f"{_REQ}.load_kv_cache", retraction.load_kv_cache),
-        (f"{_HOST}base.HostKVCache.clear", hicache.clear_all_but_padding),
+        *((f"{_HOST}{one}clear", hicache.clear_all_but_padding) for one in ("base.HostKVCache.", _STATES)),
         (_FITS, hicache.fits_beside_padding),
         (f"{_SCHEDULER}.on_idle", waiting.on_idle),
         (f"{_SCHEDULER}.run_batch", layers.run_batch),
@@ -277,7 +279,8 @@ def _register(unknown: list[str]) -> None:
         (f"{_LORA}_from_tensors", identity.note_adapter_of_tensors),
     ):
         HookRegistry.register(target, hook, HookType.AROUND)
-    HookRegistry.register(f"{_HOST}base.HostKVCache._allocate_host_buffer", hicache.choose_allocator, HookType.BEFORE)
+    for one in ("base.HostKVCache._allocate_host_buffer", f"{_STATES}init_kv_buffer"):
+        HookRegistry.register(f"{_HOST}{one}", hicache.choose_allocator, HookType.BEFORE)
     HookRegistry.register(_ATTENTION, layers.note_attention, HookType.BEFORE)
     HookRegistry.register(_CONFIGURE, pools.note_model, HookType.BEFORE)
     for target, note in (

@@ -1,8 +1,8 @@
 """State of Mamba and gated delta nets: one slot per request in each state layer, with or without attention layers.
 
 Device arrays are conv ``(layers, slots, conv_window, conv_channels)``, or with the channels first, and ssm ``(layers,
-slots, heads, ...)``; a page is one slot, slot 0 is padding. Source: SGLang's ``MambaPool``; its channels are first, in
-KDA's layers the window.
+slots, heads, ...)``; a page is one slot, slot 0 is padding. In a host cache a slot holds all layers, ``(slots, layers,
+...)``. Source: SGLang's ``MambaPool`` and ``MambaPoolHost``; its channels are first, in KDA's layers the window.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import msgspec
 from kvferry.pools.layouts.parts import (
     FRACTAL_BYTES,
     ND,
+    PAGE_FIRST_FORMATS,
     Paged,
     attention_entries,
     check_apart,
     check_ascending,
+    check_view,
     entry_of,
     heads_of,
     main_components,
@@ -41,6 +43,7 @@ def manifest_of(spec: MambaSpec) -> Manifest:
     Raises:
         InvalidFieldError: the layers, shapes, heads, dtypes or sizes are invalid.
     """
+    check_view(spec)
     check_ascending(spec.state_layers, "state_layers")
     check_ascending(spec.attention_layers, "attention_layers")
     check_apart(spec.state_layers, spec.attention_layers, "attention_layers")
@@ -129,6 +132,10 @@ def _check_parts(spec: MambaSpec, heads: RankHeads) -> None:
 def _entries(
     spec: MambaSpec, role: str, shape: tuple[int, ...], dtype: str, slots: int, heads: RankHeads, form: str
 ) -> list[Entry]:
+    layers = spec.state_layers
+    if spec.view in PAGE_FIRST_FORMATS:  # numbered as the last one, see ``paged_entries``
+        form = f"{PAGE_FIRST_FORMATS[spec.view]}_{len(layers)}_{form}"
+        layers, shape = layers[-1:], (len(layers), *shape)
     return [
         entry_of(
             (MAMBA, role, layer),
@@ -139,7 +146,7 @@ def _entries(
             shape=(slots, *shape),
             form=form,
         )
-        for layer in spec.state_layers
+        for layer in layers
     ]
 
 

@@ -141,7 +141,7 @@ def check_apart(layers: Iterable[int], others: Iterable[int], field: str) -> Non
         raise InvalidFieldError(f"layer {both[0]} is in both lists of layers", field=field)
 
 
-def check_view(spec: MhaSpec | MlaSpec) -> None:
+def check_view(spec: MhaSpec | MlaSpec | MambaSpec) -> None:
     """Check that a spec whose pages hold all layers has nothing that differs between layers.
 
     Raises:
@@ -268,7 +268,8 @@ def paged_entries(part: Paged, role: str, dim: int, layers: Sequence[int] | None
         inner = (part.page_size, len(layers)) if part.view == "page_first" else (len(layers), part.page_size)
         shape: tuple[int, ...] = (part.pages, *inner, part.heads.count, dim)
         form = f"{PAGE_FIRST_FORMATS[part.view]}_{len(layers)}"
-        return [paged_entry(part, role, layers[-1], shape, token_bytes * len(layers), form=form)]
+        token_bytes *= len(layers)
+        return [paged_entry(part, role, layer, shape, token_bytes, form=form) for layer in layers[-1:]]
     shape = _shape(part, dim)
     form = {"nz": FIA_NZ, "hnd": HND}.get(part.view, ND)
     return [paged_entry(part, role, layer, shape, token_bytes, form=form) for layer in layers]

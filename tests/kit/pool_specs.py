@@ -192,11 +192,14 @@ def mamba_specs(draw: st.DrawFn) -> MambaSpec:
         unit = 1 if shapes == "conv" else count
         conv["conv_parts"] = (unit, *(unit * more for more in draw(st.lists(st.integers(1, 3), max_size=2))))
         conv["conv_channels"] = sum(conv["conv_parts"])
+    view = draw(_view("paged", "page_first", "page_first_direct"))
+    scaled = draw(_scaled())
     return MambaSpec(
         attention_layers=attention,
         state_layers=state,
         slots=draw(st.integers(1, 5)),
-        **draw(_scaled()),
+        view=view,
+        **(scaled if view == "paged" else {"dtype": scaled["dtype"]}),
         conv_dtype=draw(st.none() | st.sampled_from(DTYPES)),
         ssm_dtype=draw(st.sampled_from(DTYPES)),
         ssm_shape=None if shapes == "conv" else (count, *draw(st.lists(st.integers(1, 4), max_size=2))),

@@ -5,20 +5,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolHitPolicy, PoolName, PoolTransfer
-from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_pool
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_pool, build_mamba_host_pool
 
 from kvferry.clients import Client
 from kvferry.clients.sglang import hicache
 from kvferry.protocol.errors import InvalidFieldError, KvferryError
 from tests import kit
 from tests.kit.daemons import Daemon, soon
-from tests.sglang.in_process import LAYOUTS, Kind, Layout, Opened, keys_of, made_storage, opened, same
+from tests.sglang.in_process import LAYOUTS, Kind, Layout, Opened, keys_of, made_storage, opened, same, states_pool
 from tests.sglang.servers import EXTRA
 
 CONFIG = "[tiers]\nhost_bytes = 67108864\n"
@@ -154,6 +156,82 @@ def test_windows_are_stored_beside_full_attention_under_the_same_keys(daemon: Da
         one.storage.clear()
         assert one.storage.batch_get_v2([transfer]) == {PoolName.SWA: [False] * 3}
         beside.host.allocator.host.pool.engine.close()
+
+
+@contextmanager
+def states_beside(one: Opened, **shape: object) -> Iterator[Any]:
+    """Open a host pool of states beside that of full attention."""
+    pool = states_pool(shape=shape).mamba_pool
+    (info,) = pool.get_device_pool_infos()
+    host = build_mamba_host_pool(pool, info, host_size=0, layout="page_first_direct")
+    one.storage.register_mem_host_pool_v2(host, PoolName.MAMBA)
+    yield host
+    host.allocator.host.pool.engine.close()
+
+
+def of_states(keys: list[str], slots: torch.Tensor) -> PoolTransfer:
+    return PoolTransfer(name=PoolName.MAMBA, host_indices=slots, keys=keys, hit_policy=PoolHitPolicy.TRAILING_PAGES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [("mha", {}), ("mha", {"temporal": (0, 0, 0)}), ("mha", {"conv": [(0, 0)]}), ("mla", {})],
+    ids=["both", "conv", "ssm", "beside latents"],
+)
+def test_states_are_stored_beside_full_attention_under_their_prefixs_key(
+    daemon: Daemon, name: str, kind: Kind, shape: dict[str, Any]
+) -> None:
+    keys = keys_of(name, PAGES)
+    which: dict[str, Any] = {"kind": kind, "layout": "page_first_direct"}
+    with opened(daemon.runtime_dir, name, **which) as one, states_beside(one, **shape) as host:
+        content = stored(one, name)
+        last = [of_states(["any"], torch.empty(0))]
+        assert one.storage.batch_exists_v2(keys, last).kv_hit_pages == 0
+        slots = host.alloc(host.size - 1)
+        assert host.alloc(1) is None
+        assert sorted(slots.tolist()) == [*range(1, host.size)], "slot 0 is padding"
+        for buffer in host.kv_buffer:
+            buffer[:] = torch.randn(buffer.shape).to(buffer.dtype)
+        states = [buffer[slots[:2]].clone() for buffer in host.kv_buffer]
+        for number, key in enumerate((keys[2], keys[4])):
+            assert one.storage.batch_set_v2([of_states([key], slots[number : number + 1])]) == {PoolName.MAMBA: [True]}
+        for length, found in ((PAGES, 5), (4, 3), (2, 0)):
+            assert one.storage.batch_exists_v2(keys[:length], last).kv_hit_pages == found
+        rest = [buffer[slots[2:]].clone() for buffer in host.kv_buffer]
+        for number, key in enumerate((keys[4], keys[2])):
+            assert one.storage.batch_get_v2([of_states([key], slots[number : number + 1])]) == {PoolName.MAMBA: [True]}
+        assert same([buffer[slots[:2]].flip(0) for buffer in host.kv_buffer], states)
+        assert same([buffer[slots[2:]] for buffer in host.kv_buffer], rest)
+        assert one.storage.batch_get_v2([of_states([keys[3]], slots[:1])]) == {PoolName.MAMBA: [False]}
+        assert_loads(one, name, content)
+
+
+def test_what_windows_lack_may_leave_states_without_theirs(daemon: Daemon, name: str) -> None:
+    """Only a length at which both have what they need is found."""
+    keys = keys_of(name, PAGES)
+    with opened(daemon.runtime_dir, name, layout="page_first_direct") as one, states_beside(one) as host:
+        stored(one, name)
+        windows = Opened(
+            one.device, build_kv_host_pool(kv_pool=one.device, page_size=16, pool_label="swa"), one.storage
+        )
+        one.storage.register_mem_host_pool_v2(windows.host, PoolName.SWA)
+        slots, slot = windows.take(2), host.alloc(1)
+        trailing = PoolTransfer(name=PoolName.SWA, keys=keys[:2], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+        both = [of_states(["any"], slot), trailing]
+        for state, of_window, found in ((keys[4], keys[2:4], 0), (keys[1], keys[0:2], 2)):
+            one.storage.batch_set_v2([of_states([state], slot)])
+            one.storage.batch_set_v2([PoolTransfer(name=PoolName.SWA, host_indices=slots, keys=of_window)])
+            assert one.storage.batch_exists_v2(keys, both).kv_hit_pages == found
+        windows.host.allocator.host.pool.engine.close()
+
+
+def test_several_convolutions_a_layer_are_refused_by_name(daemon: Daemon, name: str) -> None:
+    with (
+        opened(daemon.runtime_dir, name, layout="page_first_direct") as one,
+        pytest.raises(InvalidFieldError, match="does not carry 2 convolutions a layer in the host pool"),
+        states_beside(one, conv=[(6, 3), (8, 3)]),
+    ):
+        pass
 
 
 def test_blocks_know_what_comes_before_them(daemon: Daemon, name: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Final
 import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import get_parallel
@@ -106,12 +107,50 @@ class Trees(UnifiedRadixCacheStorageFixtures, unittest.TestCase):  # type: ignor
         rows = pages.full_to_swa_index_mapping[other.path_device_indices(node)][-window:]
         assert (rows > 0).all()
         assert same([layer[rows] for layer in self.windows(pages)], expected[1])
+        self.assert_needs(other.swa_kv_pool_host, sequence)
+
+    def states_story(self) -> None:
+        """The same of a model with states: that of the whole sequence comes back, or nothing does."""
+        self.cfg = replace(
+            self.cfg, components=(ComponentType.FULL, ComponentType.MAMBA), full_attention_layer_ids=(1, 3)
+        )
+        sequence = self._make_seq(1, PAGES)
+        first, allocator, requests = self._l3_consumer("")
+        self._insert(first, allocator, requests, sequence)
+        leaf = fixtures.match_prefix(first, sequence).last_device_node
+        indices = first.path_device_indices(leaf)
+        self._fill_full_kv(allocator, indices, marker=7)
+        torch.manual_seed(7)
+        slot = fixtures.node_device_value(first, leaf, ComponentType.MAMBA)
+        of_states = self.states(requests)
+        for one in of_states:
+            one[:, slot] = torch.randn(one[:, slot].shape).to(one.dtype)
+        expected = self._snapshot_full_kv(allocator, indices), [one[:, slot].clone() for one in of_states]
+        self._backup_node(first, leaf)
+        self._write_path_to_l3(first, leaf)
+        self._flush_l3_backups(first)
+        other, pages, others = self._l3_consumer("")
+        for one in self.states(others):
+            one[:] = 0
+        self.load(other, pages, sequence, expected[0])
+        node = fixtures.match_prefix(other, sequence).last_device_node
+        slot = fixtures.node_device_value(other, node, ComponentType.MAMBA)
+        assert same([one[:, slot] for one in self.states(others)], expected[1])
+        self.assert_needs(other.host_pool_group.get_pool(PoolName.MAMBA), sequence)
+
+    def assert_needs(self, host_pool: Any, sequence: list[int]) -> None:  # noqa: ANN401
+        """Check that nothing is found of a sequence without what is stored of a host pool."""
         with Client.connect() as client:
-            pool = other.swa_kv_pool_host.allocator.host.pool.name
-            assert client.evict_cached(pool=pool).blocks > 0
-        third, _, _ = self._l3_consumer("")
-        self._consume_prefetch(third, sequence, CacheRequestHandle("without its windows", 0))
-        assert fixtures.match_prefix(third, sequence).host_hit_length == 0
+            assert client.evict_cached(pool=host_pool.allocator.host.pool.name).blocks > 0
+        tree, _, _ = self._l3_consumer("")
+        self._consume_prefetch(tree, sequence, CacheRequestHandle("without", 0))
+        assert fixtures.match_prefix(tree, sequence).host_hit_length == 0
+
+    @staticmethod
+    def states(requests: Any) -> list[torch.Tensor]:  # noqa: ANN401
+        """Return the states of all layers, ``(layers, slots, ...)``."""
+        cache = requests.mamba_pool.mamba_cache
+        return [*cache.conv, cache.temporal]
 
     @staticmethod
     def windows(allocator: Any) -> list[torch.Tensor]:  # noqa: ANN401
@@ -227,6 +266,7 @@ def made(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
     [
         (Trees.story, 64, "page_first"),
         (Trees.windows_story, 16, "layer_first"),
+        (Trees.states_story, 1, "page_first_direct"),
         (Trees.buffer_story, 16, "layer_first"),
         (Trees.full_story, 16, "layer_first"),
         (Trees.attach_story, 16, "layer_first"),

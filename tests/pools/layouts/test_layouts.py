@@ -121,6 +121,10 @@ STATES_ONLY = msgspec.structs.replace(
 """Of attention it says no more than it must; what it says all the same has to make sense."""
 
 
+PAGE_FIRST_STATES = msgspec.structs.replace(STATES_ONLY, view="page_first")
+PAGE_FIRST_SSM = msgspec.structs.replace(PAGE_FIRST_STATES, conv_window=None, conv_channels=None)
+
+
 RANK: dict[str, Any] = {"kv_heads": 2, "head_start": 2, "total_heads": 4, "replicas": 2}
 """Of four ranks one that holds the second half of four heads, as another one does."""
 
@@ -204,6 +208,7 @@ def of_another_split(
         (PAGE_FIRST, "v_scale", {"v_scale": "page_head", "dtype": "int8"}),
         (PAGE_FIRST, "index_head_dim", {"index_head_dim": 16}),
         (PAGE_FIRST_LATENT, "index_head_dim", {"index_head_dim": 128}),
+        (PAGE_FIRST_STATES, "draft", {"draft": DraftSpec(layers=1)}),
         (PACKED, "view", {"view": "page_first", "index_head_dim": None, "index_scale": False}),
         (MHA, "k_scale", {"dtype": "bfloat16", "k_scale": 1.0}),
         (MHA, "v_scale", {"dtype": "bfloat16", "v_scale": "page"}),
@@ -282,14 +287,26 @@ def test_a_page_that_holds_all_layers_is_where_sglangs_host_pool_has_it(spec: Mh
         assert (entry.layer, entry.page_tokens) == (spec.first_layer + spec.layers - 1, spec.page_size)
 
 
-@pytest.mark.parametrize("spec", [PAGE_FIRST, PAGE_FIRST_LATENT])
+def test_a_slot_that_holds_all_layers_is_where_sglangs_host_pool_has_it() -> None:
+    ours, paged = manifest_of(PAGE_FIRST_STATES), manifest_of(STATES_ONLY)
+    count = len(STATES_ONLY.state_layers)
+    assert [one.role for one in ours.entries] == ["conv", "ssm"]
+    for entry, of_a_layer in zip(ours.entries, paged.entries[count - 1 :: count], strict=True):
+        assert of_a_layer.shape is not None
+        assert entry.shape == (of_a_layer.shape[0], count, *of_a_layer.shape[1:])
+        assert (entry.layer, entry.page_bytes) == (of_a_layer.layer, count * of_a_layer.page_bytes)
+
+
+@pytest.mark.parametrize("spec", [PAGE_FIRST, PAGE_FIRST_LATENT, PAGE_FIRST_SSM])
 def test_a_page_that_holds_all_layers_pairs_with_no_other_order_and_is_not_cut_by_heads(
-    spec: MhaSpec | MlaSpec,
+    spec: MhaSpec | MlaSpec | MambaSpec,
 ) -> None:
     ours = manifest_of(spec)
     others = [changed(spec, view=view) for view in ("paged", "page_first_direct")]
     if isinstance(spec, MhaSpec):
         others.append(changed(spec, kv_heads=1, total_heads=2))
+    if isinstance(spec, MambaSpec):
+        others.append(changed(spec, ssm_shape=(2, 8, 16), state_total_heads=4))
     for theirs in others:
         last = [one for one in theirs.entries if one.layer == ours.entries[0].layer]
         with pytest.raises(GeometryMismatchError) as refused:

@@ -13,7 +13,8 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
-from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_pool
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_pool, build_mamba_host_pool
 
 from kvferry.clients import Client, MhaSpec, ModelIdentity
 from kvferry.protocol.errors import InvalidFieldError
@@ -22,7 +23,7 @@ from tests.cann_simulator.simulator import Simulator
 from tests.kit.daemons import Daemon, soon
 from tests.kit.folders import TINY_ASCEND
 from tests.kit.servers import prompt, running
-from tests.sglang.in_process import LAST, current_pool, keys_of, made_storage, same, told
+from tests.sglang.in_process import LAST, current_pool, keys_of, made_storage, same, states_pool, told
 from tests.sglang.npu.pools import KINDS, LAYERS, NZ, PAGE
 from tests.sglang.servers import EXTRA, Expected, hicache, request, server
 
@@ -85,9 +86,17 @@ class Opened(NamedTuple):
 
 @contextmanager
 def opened(
-    daemon: Daemon, name: str, kind: str, environment: Mapping[str, str] | None = None, **more: object
+    daemon: Daemon,
+    name: str,
+    kind: str,
+    environment: Mapping[str, str] | None = None,
+    label: str = "kv",
+    **more: object,
 ) -> Iterator[Opened]:
-    """Open a host pool and its storage, as a server with these options does whose device pool is of this kind."""
+    """Open a host pool and its storage, as a server with these options does whose device pool is of this kind.
+
+    ``label``: SGLang's of the host pool; beside windows ``full``, and theirs ``swa``.
+    """
     variables = {"KVFERRY_RUNTIME_DIR": str(daemon.runtime_dir), "KVFERRY_SGLANG_POOL": name}
     is_mla = kind.startswith("mla")
     options: dict[str, Any] = {
@@ -106,9 +115,9 @@ def opened(
         ExitStack() as stack,
     ):
         device = KINDS[kind].make()
-        if more:
+        if "disaggregation_mode" in more:
             stack.callback(LAST().engine.close)  # type: ignore[union-attr]  # there is one
-        host = build_kv_host_pool(kv_pool=device, page_size=PAGE)
+        host = build_kv_host_pool(kv_pool=device, page_size=PAGE, pool_label=label)
         stack.callback(host.allocator.host.pool.engine.close)
         storage = made_storage(host, is_mla=is_mla, extra=EXTRA)
         stack.callback(storage.close)
@@ -119,6 +128,8 @@ CASES: Final[dict[str, tuple[str, dict[str, str], dict[str, str]]]] = {
     **{kind: (kind, {}, {}) for kind in CARRIED},
     "registered": ("mha fia", {"KVFERRY_SGLANG_MEMORY": "engine"}, {}),
     "registered latents": ("mla", {"KVFERRY_SGLANG_MEMORY": "engine"}, {}),
+    "beside windows": ("mha fia", {}, {"label": "full"}),
+    "windows": ("mha fia", {}, {"label": "swa"}),
     "beside transfers": (
         "mla", {}, {"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "kvferry"}
     ),
@@ -147,6 +158,38 @@ def test_pages_go_down_and_come_back(
         assert later.storage.batch_get_v1(keys, taken) == [True] * PAGES
         later.up(taken, EMPTY)
         assert same(later.content(EMPTY), new)
+
+
+def test_states_go_down_and_come_back(daemon: Daemon, name: str) -> None:
+    """A slot of states is stored under the key of its prefix, beside full attention's pages."""
+    [key] = keys_of(name, 1)
+    with opened(daemon, name, "mha") as one:
+        pool = states_pool().mamba_pool
+        (info,) = pool.get_device_pool_infos()
+        host = build_mamba_host_pool(pool, info, host_size=0, layout="page_first_direct")
+        one.storage.register_mem_host_pool_v2(host, PoolName.MAMBA)
+
+        def content(slot: int) -> list[torch.Tensor]:
+            return [array.cpu()[:, slot] for array in (info.buffer_info.temporal, *info.buffer_info.conv)]
+
+        def transfer(slots: torch.Tensor) -> list[PoolTransfer]:
+            return [PoolTransfer(name=PoolName.MAMBA, host_indices=slots, keys=[key])]
+
+        for array in (info.buffer_info.temporal, *info.buffer_info.conv):
+            for layer in array:
+                layer.copy_(torch.randn(layer.shape).to(layer.dtype))
+        new, there, taken, other = content(3), torch.tensor([5]), host.alloc(1), host.alloc(1)
+        host.backup_from_device_all_layer(pool, taken, torch.tensor([3]), "kernel_ascend")
+        NPU.synchronize()
+        assert one.storage.batch_set_v2(transfer(taken)) == {PoolName.MAMBA: [True]}
+        for array in host.kv_buffer:
+            array.zero_()
+        host.load_to_device_per_layer(pool, other, there, 0, "kernel_ascend")
+        assert not same(content(5), new), "the control: SGLang copies what is in the host pool"
+        assert one.storage.batch_get_v2(transfer(other)) == {PoolName.MAMBA: [True]}
+        host.load_to_device_per_layer(pool, other, there, 0, "kernel_ascend")
+        assert same(content(5), new)
+        host.allocator.host.pool.engine.close()
 
 
 @pytest.mark.parametrize("kind", CARRIED)

@@ -28,7 +28,7 @@ def register() -> None:
 
 def _put_copies(_: object) -> None:
     importlib.import_module(f"{_HOST}base").HICACHE_HOST_MEMORY_RESERVE_BYTES = 1 << 30  # of 10 GiB
-    for module in ("mha", "mla"):
+    for module in ("mha", "mla", "mamba"):
         for copy in COPIES:
             setattr(importlib.import_module(_HOST + module), copy.__name__, copy)
 

@@ -124,9 +124,22 @@ def transfer_kv_dim_exchange(  # noqa: PLR0913  the operator's
                     host[here, layer].copy_(device[layer, there], non_blocking=True)
 
 
+def transfer_mamba_state(
+    *, device_buf: Tensor, host_buf: Tensor, device_indices: Tensor, host_indices: Tensor, direction: TransferDirection
+) -> None:
+    """Copy slots between a device's (layers, slots, …) and a host's (slots, layers, 1, …), as the above does pages."""
+    for there, here in zip(device_indices.tolist(), host_indices.tolist(), strict=True):
+        for layer in range(len(device_buf)):
+            if direction is TransferDirection.H2D:
+                device_buf[layer, there].copy_(host_buf[here, layer, 0], non_blocking=True)
+            else:
+                host_buf[here, layer, 0].copy_(device_buf[layer, there], non_blocking=True)
+
+
 WRITTEN: Final[dict[str, Callable[..., Any]]] = {
     "sgl_kernel_npu.kvcacheio.TransferDirection": TransferDirection,
     "sgl_kernel_npu.kvcacheio.transfer_kv_dim_exchange": transfer_kv_dim_exchange,
+    "sgl_kernel_npu.kvcacheio.transfer_mamba_state": transfer_mamba_state,
     "sgl_kernel_npu.mem_cache.allocator.alloc_extend_kernel": alloc_extend_kernel,
     "sgl_kernel_npu.norm.fused_rope_qk_mqa.fused_rope_qk_mqa": fused_rope_qk_mqa,
     "sgl_kernel_npu.norm.fused_split_qk_norm.fused_split_qk_norm": fused_split_qk_norm,
