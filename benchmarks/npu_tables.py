@@ -100,12 +100,13 @@ class Steps:
                 req_pool_indices=self._rows,
                 req_to_token_pool=SimpleNamespace(req_to_token=self.map),
                 token_to_kv_pool_allocator=SimpleNamespace(free_pages=self._free[end:]),
+                spec_algorithm=SimpleNamespace(is_none=lambda: True),
                 device=self.map.device,
             )
             torch.accelerator.synchronize()
             started = time.thread_time()
             tables.prepare(batch)
-            shown = tables.shown(is_decode=True)
+            shown = tables.shown("decode")
             self._replayed.copy_(on_device)
             times.append(time.thread_time() - started)
             assert shown

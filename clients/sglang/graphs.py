@@ -5,6 +5,9 @@ nothing: a row gets a page every ``page_size`` tokens. Here the scheduler says w
 one message with the step's transfers, and the daemon copies it once the replay that still reads the tables is done. A
 step of which the daemon was not told, or which it refuses, is SGLang's own, in the same memory.
 
+With speculation a step verifies draft tokens. How many the step before has kept the device alone may know by then, so
+SGLang allocates for the most that can be: the tables show all of that.
+
 Which page a row gets is known on the host: SGLang's allocator takes pages from the front of a list. The device is asked
 for the rows of requests that are new, and for that list where it is another one.
 
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +40,8 @@ NAME: Final = "decode"
 DEADLINE_S: Final = 20.0
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
+Step: TypeAlias = Literal["", "decode", "verify"]
+"""What a step does of that of which the tables are told: it decodes, or it verifies draft tokens."""
 NONE: Final[Int64s] = np.empty(0, np.int64)
 
 
@@ -48,6 +53,15 @@ class Change(NamedTuple):
 
     entries: BlockTableEntries
     rows: dict[int, Int64s]
+
+
+class Held(NamedTuple):
+    """What each row of a step's batch holds: its tokens, how many more may follow them, and its pages."""
+
+    step: Step
+    lengths: Int64s
+    extra: int
+    counts: Int64s
 
 
 class Rows:
@@ -82,7 +96,7 @@ class Rows:
     def follow(
         self,
         requests: Sequence[object],
-        lengths: Int64s,
+        counts: Int64s,
         taken: Callable[[int], Int64s],
         read: Callable[[Int64s], Sequence[Int64s]],
     ) -> Change | None:
@@ -90,31 +104,32 @@ class Rows:
 
         Args:
             requests: that of each row, the same object in each step.
-            lengths: tokens of each row, the step's own included: (rows,).
-            taken: return so many pages that the step has got, in the order of the rows that begin one; fewer where
-                that is not known.
+            counts: pages of each row, those of the step included: (rows,).
+            taken: return so many pages that the step has got, in the order of the rows; fewer where that is not known.
             read: return the pages of whole rows.
         """
         rows = len(self._requests)
-        moved = self._seat(requests) if list(requests) != self._requests else NONE
-        begin = np.flatnonzero(lengths % self.page_size == 1)
-        if len(begin) and len(new := taken(len(begin))) == len(begin):
-            self._pages[begin, self.counts[begin]] = new
-            self.counts[begin] += 1
-        needed = -(-lengths // self.page_size)
-        unknown = np.flatnonzero(self.counts != needed)
-        if len(unknown):
-            for row, ids in zip(unknown.tolist(), read(unknown), strict=True):
-                self._pages[row, : len(ids)] = ids
-            self.counts = needed
-        whole = np.union1d(moved, unknown) if len(moved) or len(unknown) else NONE
-        more = np.setdiff1d(begin, whole) if len(whole) else begin
-        if not len(whole) and not len(more) and rows == len(requests):
+        whole = self._seat(requests) if list(requests) != self._requests else NONE
+        more, at, columns = counts - self.counts, NONE, NONE
+        if more.any():
+            at = np.repeat(np.arange(len(more)), np.maximum(more, 0))
+            columns = np.arange(len(at)) - (np.cumsum(more) - counts)[at]
+            new = taken(len(at)) if self.counts.all() and more.min() >= 0 else NONE
+            if len(new) == len(at):
+                self._pages[at, columns] = new
+            else:
+                unknown = np.flatnonzero(more)
+                for row, ids in zip(unknown.tolist(), read(unknown), strict=True):
+                    self._pages[row, : len(ids)] = ids
+                whole = np.union1d(whole, unknown)
+        self.counts = counts
+        if not len(at) and not len(whole) and rows == len(requests):
             return None
-        columns = self.counts[more] - 1
+        alone = np.isin(at, whole, invert=True)
+        at, columns = at[alone], columns[alone]
         return Change(
-            BlockTableEntries(more, columns, self._pages[more, columns]),
-            {row: self._pages[row, : self.counts[row]] for row in whole.tolist()},
+            BlockTableEntries(at, columns, self._pages[at, columns]),
+            {row: self._pages[row, : counts[row]] for row in whole.tolist()},
         )
 
     def _seat(self, requests: Sequence[object]) -> Int64s:
@@ -207,13 +222,13 @@ class DecodeTables:
             max_context_tokens: the longest request.
             row_tokens: the width of SGLang's map of tokens.
             window: the sliding one's tokens, of a pool that has one.
-            draft_tokens: the most that are verified beyond a request's own.
+            draft_tokens: the most beyond a request's own for which there are pages.
 
         Raises:
             KvferryError: it refuses.
         """
         self.pool = pool
-        self._max_batch = max_batch
+        self._max_batch, self._draft_tokens = max_batch, draft_tokens
         with pool.engine.client() as client:
             self._tables: Tables = client.create_tables(
                 NAME,
@@ -229,8 +244,10 @@ class DecodeTables:
         self._free, self._free_window = FreePages(), FreePages()
         self._windows = None if window is None else WindowPages(window, pool.pages)
         self._pending: PendingReply[TablesUpdated] | None = None
-        self._is_ready = False
-        """Whether a step was prepared, of which nothing has gone wrong."""
+        self._ready: Step = ""
+        """What was prepared, of which nothing has gone wrong."""
+        self._ends = NONE
+        """Where the pages end that each row shows."""
         self._is_new = False
         """Whether the model's stream has not waited yet for what the daemon has written."""
         self._is_mixed = True
@@ -253,9 +270,10 @@ class DecodeTables:
         return self._tables.block_tables_swa
 
     def prepare(self, batch: Any) -> None:  # noqa: ANN401  SGLang's object
-        """Tell the daemon what a decode step changes, behind the replay before it."""
-        lengths = batch.seq_lens_cpu
-        if lengths is None or not len(batch.reqs) == len(lengths) <= self._max_batch:  # beams; a batch without a graph
+        """Tell the daemon what a step changes, behind the replay before it."""
+        self._ready = ""
+        held = self._held(batch)
+        if held is None:
             self._rows.forget()  # what its requests get is not seen
             return
         try:
@@ -266,35 +284,52 @@ class DecodeTables:
                 self._begin_anew()
             change = self._rows.follow(
                 batch.reqs,
-                lengths.numpy(),
+                held.counts,
                 lambda count: self._taken(batch.token_to_kv_pool_allocator, count),
-                lambda rows: self._read(batch, rows),
+                lambda rows: self._read(batch, rows, held.counts[rows]),
             )
-            if change is not None:
-                more: dict[str, Any] = change._asdict()
-                if self._windows is not None:
-                    more |= self._windows.change(self._rows.within(lengths.numpy(), self._windows.window))
-                after = self._tables.replayed(self.pool.compute_stream)
-                with self.pool.engine.step() as step:
-                    self._pending = step.update_tables(
-                        self._tables, lengths.numpy(), **more, after=after, deadline_s=DEADLINE_S
-                    )
-                self.pool.engine.flush()
-            self._is_ready = True
+            ends = -(-(held.lengths + held.extra) // self._rows.page_size)
+            if change is not None or not np.array_equal(ends, self._ends):
+                self._update(held, change)
+                self._ends = ends
+            self._ready = held.step
         except KvferryError as error:
             self._refused(error)
 
-    def shown(self, *, is_decode: bool) -> bool:
-        """Return whether the current stream will find what was prepared; else SGLang has to write the tables.
+    def _held(self, batch: Any) -> Held | None:  # noqa: ANN401  SGLang's object
+        """Return what a batch holds; None of beams, of one too large for a graph, and where SGLang does not say.
 
-        Nothing is prepared for steps that do more than decode: those that verify draft tokens, say.
+        To verify, its lengths may be those before the last step, and it has pages for all that they may be now. The
+        first of the tokens that it verifies is kept in any case.
         """
-        if self._is_ready:
+        lengths, size = batch.seq_lens_cpu, self._rows.page_size
+        if lengths is None or not len(batch.reqs) == len(lengths) <= self._max_batch:
+            return None
+        if batch.spec_algorithm.is_none():
+            return Held("decode", lengths.numpy(), 0, -(-lengths.numpy() // size))
+        counts = np.array([-(-one.kv.kv_allocated_len // size) for one in batch.reqs], np.int64)
+        held = Held("verify", lengths.numpy() + 1, self._draft_tokens, counts)
+        return held if (counts * size >= held.lengths + held.extra).all() else None
+
+    def _update(self, held: Held, change: Change | None) -> None:
+        more: dict[str, Any] = {} if change is None else change._asdict()
+        if self._windows is not None:
+            more |= self._windows.change(self._rows.within(held.lengths, self._windows.window))
+        after = self._tables.replayed(self.pool.compute_stream)
+        with self.pool.engine.step() as step:
+            self._pending = step.update_tables(
+                self._tables, held.lengths, **more, extra_tokens=held.extra, after=after, deadline_s=DEADLINE_S
+            )
+        self.pool.engine.flush()
+
+    def shown(self, step: Step) -> bool:
+        """Return whether the current stream will find what was prepared for this step; else SGLang has to write it."""
+        if self._ready:
             try:
                 self._settle()
             except KvferryError as error:
                 self._refused(error)
-        ready, self._is_ready = self._is_ready and is_decode, False
+        ready, self._ready = step != "" and step == self._ready, ""
         if self._is_new or not ready:  # what was refused may be under way, also where the daemon is no more
             self._tables.order(self.pool.compute_stream)
             self._is_new = False
@@ -307,6 +342,7 @@ class DecodeTables:
     def _begin_anew(self) -> None:
         """Have the tables, and what the daemon knows of them, be all zeros."""
         self._rows.forget()
+        self._ends = NONE
         with on_stream(torch, self.pool.compute_stream or torch.accelerator.current_stream()):
             self.tensor.zero_()
             if self.window_tensor is not None:
@@ -336,7 +372,7 @@ class DecodeTables:
                 self._windows.confirm()
 
     def _refused(self, error: KvferryError) -> None:
-        self._is_ready, self._is_mixed = False, True
+        self._ready, self._is_mixed = "", True
         if error.code != self._logged:
             logger.warning("kvferry: SGLang writes the graph tables by itself: %s", error)
             self._logged = error.code
@@ -352,10 +388,9 @@ class DecodeTables:
         self._windows.known[pages] = in_window
         return pages
 
-    def _read(self, batch: Any, rows: Int64s) -> list[Int64s]:  # noqa: ANN401  SGLang's object
-        """Return the pages of these rows, of which nothing was known, from SGLang's map of tokens on the device."""
+    def _read(self, batch: Any, rows: Int64s, counts: Int64s) -> list[Int64s]:  # noqa: ANN401  SGLang's object
+        """Return so many pages of each of these rows from SGLang's map of tokens on the device."""
         size = self._rows.page_size
-        counts = -(-batch.seq_lens_cpu.numpy()[rows] // size)
         requests = batch.req_pool_indices[torch.from_numpy(rows).to(batch.device)]
         slots = batch.req_to_token_pool.req_to_token[requests, : int(counts.max()) * size : size]
         pages = slots.cpu().numpy().astype(np.int64) // size
@@ -409,7 +444,7 @@ def _over_tables(theirs: Any, pool: EnginePool) -> Any:  # noqa: ANN401  SGLang'
                         self.max_context_len,
                         row_tokens,
                         window=_window_of(self),
-                        draft_tokens=self.speculative_num_draft_tokens or 0,
+                        draft_tokens=_draft_tokens() if self.speculative_num_draft_tokens else 0,
                     )
                 except KvferryError as error:  # memory that torch cannot share, say: expandable segments
                     logger.warning("kvferry: SGLang writes the graph tables by itself: %s", error)
@@ -430,8 +465,8 @@ def _over_tables(theirs: Any, pool: EnginePool) -> Any:  # noqa: ANN401  SGLang'
             *rest: Any,  # noqa: ANN401
             **more: Any,  # noqa: ANN401
         ) -> None:
-            is_decode = forward_mode.is_decode() and spec_info is None
-            if self._tables is None or not self._tables.shown(is_decode=is_decode):
+            step = _step_of(forward_mode, spec_info)
+            if self._tables is None or not self._tables.shown(step):
                 super()._apply_cuda_graph_metadata(
                     bs, req_pool_indices, seq_lens, seq_lens_cpu, forward_mode, spec_info, out_cache_loc, *rest, **more
                 )
@@ -439,14 +474,31 @@ def _over_tables(theirs: Any, pool: EnginePool) -> Any:  # noqa: ANN401  SGLang'
             self.forward_metadata = self.graph_metadata[bs]
             if self._tables.window_tensor is not None:
                 _show_window(self, seq_lens[:bs], out_cache_loc)
+            if step == "verify":
+                seq_lens = seq_lens + self.speculative_num_draft_tokens
             self.forward_metadata.seq_lens[:bs].copy_(seq_lens[:bs])
             self.graph_mode = True
 
     return KvferryAscendBackend
 
 
+def _step_of(forward_mode: Any, spec_info: Any) -> Step:  # noqa: ANN401  SGLang's
+    """Return what a step is to the tables. One of DFlash has lengths of its own."""
+    if forward_mode.is_target_verify():
+        return "" if spec_info.spec_input_type.name == "DFLASH_VERIFY" else "verify"
+    return "decode" if forward_mode.is_decode() and spec_info is None else ""
+
+
+def _draft_tokens() -> int:
+    """Return for how many tokens beyond a request's own SGLang has pages when it verifies some: those of two steps."""
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode  # noqa: PLC0415  as above
+
+    return int(get_alloc_reserve_per_decode()) - 1
+
+
 def _window_of(backend: Any) -> int | None:  # noqa: ANN401  SGLang's object
-    return backend.sliding_window_size if backend.use_sliding_window_kv_pool else None
+    """Return how many tokens one of a layer with a window sees, itself included: SGLang counts those before it."""
+    return backend.sliding_window_size + 1 if backend.use_sliding_window_kv_pool else None
 
 
 def _use_window_table(backend: Any, table: torch.Tensor) -> None:  # noqa: ANN401  SGLang's object

@@ -168,6 +168,7 @@ KNOWN: Final = (
     Known(_CONFIGURE, ("self", "pre_model_load_memory")),
     Known(_SENDERS, ("self", "req", "num_kv_heads")),
     Known(_DECODE, ("self",)),
+    Known(f"{_SRT}mem_cache.allocation_sizing.get_alloc_reserve_per_decode", ()),
     Known(f"{_SRT}layers.attention.attention_registry.create_ascend_backend", ("runner",)),
     Known(_RECEIVERS, ("self", "req", "is_rebootstrap")),
     Known(f"{_SCHEDULER}.init_memory_pools", ("self",)),

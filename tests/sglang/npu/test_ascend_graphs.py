@@ -2,7 +2,8 @@
 
 The peer is SGLang 0.5.23's own ``AscendAttnBackend`` over the same pool and the same map of tokens:
 ``sglang/srt/hardware_backend/npu/attention/ascend_backend.py``, ``init_cuda_graph_state`` (741) and
-``_apply_cuda_graph_metadata`` (923). Its allocator hands the pages out: ``hardware_backend/npu/allocator_npu.py``.
+``_apply_cuda_graph_metadata`` (923). Its allocator hands the pages out: ``hardware_backend/npu/allocator_npu.py``, to
+steps that verify as ``mem_cache/allocation_sizing.py`` says.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ from sglang.srt.hardware_backend.npu.allocator_npu import NPUPagedTokenToKVPoolA
 from sglang.srt.hardware_backend.npu.attention.ascend_backend import AscendAttnBackend
 from sglang.srt.hardware_backend.npu.memory_pool_npu import NPUMHATokenToKVPool
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.mem_cache.allocation_sizing import (
+    get_alloc_reserve_per_decode,
+    get_req_to_token_extra_context_len,
+    page_aligned_decode_alloc_lens,
+)
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -31,7 +37,7 @@ from sglang.srt.speculative.spec_info import SpecInputType, SpeculativeAlgorithm
 from kvferry.attention.graph_tables import GraphTables
 from kvferry.attention.table_layout import table_shape
 from kvferry.attention.table_update import TableUpdate
-from kvferry.clients import Client
+from kvferry.clients import Client, new_request_id, pages
 from kvferry.clients.engine_pool import EnginePool
 from kvferry.clients.sglang import graphs, pools
 from tests import kit
@@ -43,7 +49,9 @@ from tests.sglang.npu.pools import KINDS, PAGE, TOKENS
 KIND = KINDS["mha fia"]
 OWN = "SGLang writes the graph tables by itself"
 WINDOW = PAGE + 4
-"""Tokens."""
+"""Tokens before its own that one of a window sees."""
+DRAFT = 5
+"""Tokens to verify."""
 CONTEXT = 5 * PAGE
 ROWS = 4
 REQUESTS = 6
@@ -60,17 +68,21 @@ def windows() -> Any:  # noqa: ANN401  SGLang's class
 MAKERS = {"plain": KIND.make, "windows": windows}
 
 
-def capture(backend: Any) -> None:  # noqa: ANN401  SGLang's
+def verified(draft_tokens: int) -> Any:  # noqa: ANN401  SGLang's object, as far as it matters
+    return SimpleNamespace(spec_input_type=SpecInputType.EAGLE_VERIFY, draft_token_num=draft_tokens)
+
+
+def capture(backend: Any, draft_tokens: int = 0) -> None:  # noqa: ANN401  SGLang's
     """Have a back end make what it needs for graphs of all sizes."""
-    backend.init_cuda_graph_state(ROWS, ROWS)
+    backend.init_cuda_graph_state(ROWS, ROWS * (draft_tokens or 1))
     for size in range(1, ROWS + 1):
         batch = SimpleNamespace(
             batch_size=size,
-            forward_mode=ForwardMode.DECODE,
+            forward_mode=ForwardMode.TARGET_VERIFY if draft_tokens else ForwardMode.DECODE,
             seq_lens=torch.zeros(size, dtype=torch.int64, device="npu"),
-            out_cache_loc=torch.zeros(size, dtype=torch.int64, device="npu"),
+            out_cache_loc=torch.zeros(size * (draft_tokens or 1), dtype=torch.int64, device="npu"),
             req_pool_indices=torch.zeros(size, dtype=torch.int64, device="npu"),
-            spec_info=None,
+            spec_info=verified(draft_tokens) if draft_tokens else None,
         )
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
 
@@ -78,9 +90,12 @@ def capture(backend: Any) -> None:  # noqa: ANN401  SGLang's
 class Decode:
     """Decode's scheduler as far as tables go: SGLang's allocator and map of tokens, and its back end, twice."""
 
-    def __init__(self, sglang: Any, pool: EnginePool) -> None:  # noqa: ANN401  SGLang's class
+    def __init__(self, sglang: Any, pool: EnginePool, draft_tokens: int = 0) -> None:  # noqa: ANN401  SGLang's class
         self.pool = pool
-        self.map = ReqToTokenPool(REQUESTS, CONTEXT + 4, "npu", enable_memory_saver=False)
+        self.draft_tokens = draft_tokens
+        self.algorithm = SpeculativeAlgorithm.EAGLE if draft_tokens else SpeculativeAlgorithm.NONE
+        width = CONTEXT + get_req_to_token_extra_context_len()
+        self.map = ReqToTokenPool(REQUESTS, width, "npu", enable_memory_saver=False)
         self.allocator: Any
         self.has_windows = isinstance(sglang, SWAKVPool)
         if self.has_windows:
@@ -110,7 +125,7 @@ class Decode:
             use_mla_backend=False,
             is_hybrid_swa=self.has_windows,
             sliding_window_size=WINDOW if self.has_windows else None,
-            spec_algorithm=SpeculativeAlgorithm.NONE,
+            spec_algorithm=self.algorithm,
             server_args=SimpleNamespace(dllm_algorithm=None),
         )
         self.theirs, self.ours, self.second = (
@@ -118,7 +133,7 @@ class Decode:
             *map(ATTENTION_BACKENDS["ascend"], [runner] * 2),
         )
         for backend in (self.theirs, self.ours, self.second):
-            capture(backend)
+            capture(backend, draft_tokens)
         self.runner = runner
         self.lengths: dict[Any, int] = {}
         self.evicted: dict[Any, int] = {}
@@ -132,7 +147,7 @@ class Decode:
 
     def begin(self, row: int, length: int) -> Any:  # noqa: ANN401  a request
         """Return a request of so many tokens, with pages."""
-        one = SimpleNamespace(req_pool_idx=row)
+        one = SimpleNamespace(req_pool_idx=row, kv=SimpleNamespace(kv_allocated_len=length, kv_committed_len=length))
         self.map.req_to_token[row, :length] = self.take(length).int()
         self.lengths[row], self.evicted[row] = length, 0
         return one
@@ -140,7 +155,7 @@ class Decode:
     def end(self, one: Any) -> None:  # noqa: ANN401  a request
         """Give its pages back."""
         row = one.req_pool_idx
-        slots = self.map.req_to_token[row, : self.lengths[row]].long()
+        slots = self.map.req_to_token[row, : max(self.lengths[row], one.kv.kv_allocated_len)].long()
         if not self.has_windows:
             self.allocator.free(slots)
             return
@@ -174,23 +189,70 @@ class Decode:
             out_cache_loc=new.long(),
             req_to_token_pool=self.map,
             token_to_kv_pool_allocator=self.allocator,
+            spec_algorithm=self.algorithm,
             device="npu",
         )
         if told:
             graphs.note_step(None, batch)
         return batch
 
-    def shown(self, backend: Any, batch: Any, rows: int, draft: Any = None) -> torch.Tensor:  # noqa: ANN401  SGLang's
-        """Return what a replay of so many rows finds in the tables, still on the device; one that verifies a draft."""
+    def prepare_to_verify(self, requests: Sequence[Any], kept: Sequence[int] | None = None) -> Any:  # noqa: ANN401  as above
+        """Prepare a step that verifies draft tokens, as ``eagle_prepare_for_decode`` does.
+
+        Args:
+            requests: of the step.
+            kept: so many tokens of each were kept by the step before, which the scheduler does not know yet; None: that
+                is over.
+        """
+        for one in requests if self.has_windows else ():
+            self.slide(one.req_pool_idx)
+        rows = torch.tensor([one.req_pool_idx for one in requests])
+        before, after, tokens = page_aligned_decode_alloc_lens(
+            requests, reserve=get_alloc_reserve_per_decode(), page_size=PAGE
+        )
+        if tokens:
+            last = self.map.req_to_token[rows.to("npu"), (torch.tensor(before) - 1).to("npu")]
+            both = torch.tensor([before, after])
+            slots = self.allocator.alloc_extend(both[0].to("npu"), both[0], both[1].to("npu"), both[1], last, tokens)
+            assert slots is not None
+            for one, start, end in zip(requests, before, after, strict=True):
+                one.kv.kv_allocated_len = end
+                self.map.req_to_token[one.req_pool_idx, start:end], slots = slots[: end - start], slots[end - start :]
+        batch = SimpleNamespace(
+            reqs=requests,
+            seq_lens_cpu=torch.tensor([self.lengths[one.req_pool_idx] for one in requests]),
+            req_pool_indices=rows.to("npu"),
+            req_to_token_pool=self.map,
+            token_to_kv_pool_allocator=self.allocator,
+            spec_algorithm=self.algorithm,
+            device="npu",
+        )
+        graphs.note_step(None, batch)
+        self.keep(requests, [0] * len(requests) if kept is None else kept)
+        batch.seq_lens_cpu = torch.tensor([self.lengths[one.req_pool_idx] for one in requests])
+        batch.seq_lens = batch.seq_lens_cpu.to("npu")
+        at = batch.seq_lens_cpu[:, None] + torch.arange(self.draft_tokens)
+        batch.out_cache_loc = self.map.req_to_token[rows[:, None].to("npu"), at.to("npu")].flatten().long()
+        return batch
+
+    def keep(self, requests: Sequence[Any], kept: Sequence[int]) -> None:
+        """Note how many of the tokens that were verified each request keeps."""
+        for one, count in zip(requests, kept, strict=True):
+            self.lengths[one.req_pool_idx] += count
+            one.kv.kv_committed_len = self.lengths[one.req_pool_idx]
+
+    def shown(self, backend: Any, batch: Any, rows: int) -> torch.Tensor:  # noqa: ANN401  SGLang's
+        """Return what a replay of so many rows finds in the tables, still on the device."""
+        more, each = rows - len(batch.reqs), self.draft_tokens or 1
         backend.init_forward_metadata_out_graph(
             SimpleNamespace(
                 batch_size=rows,
-                forward_mode=ForwardMode.DECODE if draft is None else ForwardMode.TARGET_VERIFY,
-                seq_lens=torch.nn.functional.pad(batch.seq_lens, (0, rows - len(batch.reqs))),
-                seq_lens_cpu=torch.nn.functional.pad(batch.seq_lens_cpu, (0, rows - len(batch.reqs))),
-                out_cache_loc=torch.nn.functional.pad(batch.out_cache_loc, (0, rows - len(batch.reqs))),
-                req_pool_indices=torch.nn.functional.pad(batch.req_pool_indices, (0, rows - len(batch.reqs))),
-                spec_info=draft,
+                forward_mode=ForwardMode.TARGET_VERIFY if self.draft_tokens else ForwardMode.DECODE,
+                seq_lens=torch.nn.functional.pad(batch.seq_lens, (0, more)),
+                seq_lens_cpu=torch.nn.functional.pad(batch.seq_lens_cpu, (0, more)),
+                out_cache_loc=torch.nn.functional.pad(batch.out_cache_loc, (0, more * each)),
+                req_pool_indices=torch.nn.functional.pad(batch.req_pool_indices, (0, more)),
+                spec_info=verified(self.draft_tokens) if self.draft_tokens else None,
             )
         )
         tables: torch.Tensor = backend.forward_metadata.block_tables
@@ -200,9 +262,13 @@ class Decode:
         """Check what a replay reads of a batch: in its rows, up to their lengths."""
         ours, theirs = (self.shown(one, batch, ROWS).cpu() for one in (self.ours, self.theirs))
         for row, length in enumerate(batch.seq_lens_cpu.tolist()):
-            used = -(-length // PAGE)
+            used = end = -(-(length + self.draft_tokens) // PAGE)
             assert torch.equal(ours[row, :used], theirs[row, :used]), (row, length)
-            assert not ours[row, used:].any()
+            if self.draft_tokens:  # all that SGLang has allocated
+                end = -(-batch.reqs[row].kv.kv_allocated_len // PAGE)
+                whole = self.map.req_to_token[batch.reqs[row].req_pool_idx, : end * PAGE : PAGE].cpu() // PAGE
+                assert torch.equal(ours[row, :end], whole), (row, length)
+            assert not ours[row, end:].any()
         assert self.ours.forward_metadata.seq_lens.tolist() == self.theirs.forward_metadata.seq_lens.tolist()
         assert not ours[len(batch.reqs) :].any()
         if self.has_windows:
@@ -213,11 +279,13 @@ class Decode:
         ours, theirs = self.ours.forward_metadata, self.theirs.forward_metadata
         tables = [one.block_tables_swa.cpu() for one in (ours, theirs)]
         for row, length in enumerate(batch.seq_lens_cpu.tolist()):
-            seen = slice(max(length - WINDOW, 0) // PAGE, -(-length // PAGE))
+            first = length if self.draft_tokens else length - 1  # of the tokens that the step computes
+            seen = slice(max(first - WINDOW, 0) // PAGE, -(-(length + self.draft_tokens) // PAGE))
             assert torch.equal(tables[0][row, seen], tables[1][row, seen]), (row, length)
             assert bool(tables[0][row, seen].all())
             assert not torch.equal(tables[0][row, seen], ours.block_tables.cpu()[row, seen])
-            assert not tables[0][row, seen.stop :].any()
+            if not self.draft_tokens:
+                assert not tables[0][row, seen.stop :].any()
         assert not tables[0][len(batch.reqs) :].any()
         masks = [one.swa_mask.cpu() for one in (ours, theirs)]
         width = masks[1].shape[-1]
@@ -234,17 +302,19 @@ def decode(request: pytest.FixtureRequest, daemon: Daemon) -> Iterator[Decode]:
 
 
 @contextmanager
-def running_decode(daemon: Daemon, name: str, draft_tokens: int | None = None, **more: str) -> Iterator[Decode]:
+def running_decode(daemon: Daemon, name: str, draft_tokens: int = 0, **more: str) -> Iterator[Decode]:
     environment = {
         "KVFERRY_RUNTIME_DIR": str(daemon.runtime_dir), "KVFERRY_SGLANG_POOL": "decode", **KIND.environment, **more
     }  # fmt: skip
-    with chosen(environment, speculative_num_draft_tokens=draft_tokens):
+    speculation: dict[str, object] = {"speculative_num_draft_tokens": draft_tokens or None, "page_size": PAGE}
+    speculation |= {"speculative_algorithm": "EAGLE", "speculative_num_steps": 3} if draft_tokens else {}
+    with chosen(environment, **speculation):
         with current_pool(lambda: None):
             sglang = MAKERS[name]()
         pool = LAST()
         assert pool is not None
         with current_pool(lambda: pool):
-            yield Decode(sglang, pool)
+            yield Decode(sglang, pool, draft_tokens)
         pool.engine.close()
 
 
@@ -358,27 +428,77 @@ def test_pages_that_a_request_got_in_a_step_without_a_graph_are_seen(decode: Dec
     decode.assert_equal(decode.prepare(requests))
 
 
+@pytest.mark.parametrize("is_behind", [False, True], ids=["in turn", "overlap"])
 @pytest.mark.parametrize("name", MAKERS)
-def test_draft_tokens_at_the_end_of_the_longest_context_are_in_them(name: str, daemon: Daemon) -> None:
-    """SGLang writes the tables of a step that verifies them; the next step is the daemon's again."""
-    draft_tokens = PAGE + 5
+def test_steps_that_verify_draft_tokens(
+    name: str, daemon: Daemon, caplog: pytest.LogCaptureFixture, *, is_behind: bool
+) -> None:
+    """However many are kept of them, and whether the scheduler knows that in time or not."""
+    random = np.random.default_rng(22778)
+    with running_decode(daemon, name, DRAFT) as decode:
+        address = decode.ours.graph_metadata["block_tables"].data_ptr()
+        requests = [decode.begin(1, PAGE - 3), decode.begin(2, PAGE)]
+        sent, changes = updates(daemon), 1  # the first makes them zeros
+        allocated: list[tuple[int, int]] = []
+        for step in range(12):
+            if step == 6:  # the other moves up
+                decode.end(requests.pop(0))
+            if step == 7:
+                requests.append(decode.begin(3, 5))
+            kept = random.integers(1, DRAFT + 1, len(requests)).tolist()
+            decode.assert_equal(decode.prepare_to_verify(requests, kept if step and is_behind else None))
+            if not is_behind:
+                decode.keep(requests, kept)
+            before, allocated = allocated, [(one.req_pool_idx, one.kv.kv_allocated_len) for one in requests]
+            changes += allocated != before
+        assert updates(daemon) - sent == changes < 12, "a step that changes none needs no message"
+        for size in range(1, ROWS + 1):
+            assert decode.ours.graph_metadata[size].block_tables.data_ptr() == address
+        assert OWN not in caplog.text
+
+
+@pytest.mark.parametrize("draft_tokens", [DRAFT, PAGE + 5])
+@pytest.mark.parametrize("name", MAKERS)
+def test_draft_tokens_at_the_end_of_the_longest_context_are_in_them(
+    name: str, draft_tokens: int, daemon: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And no token more: SGLang's map of tokens ends there."""
     with running_decode(daemon, name, draft_tokens) as decode:
-        tables = decode.ours.graph_metadata["block_tables"]
-        assert tables.shape[1] == -(-(CONTEXT + draft_tokens) // PAGE) > decode.map.req_to_token.shape[1] // PAGE
-        decode.map.req_to_token = torch.nn.functional.pad(decode.map.req_to_token, (0, draft_tokens))
-        for backend in (decode.theirs, decode.ours):
-            backend.req_to_token = decode.map.req_to_token
-        request = decode.begin(1, CONTEXT - 1)
-        decode.map.req_to_token[1, CONTEXT : CONTEXT + draft_tokens] = decode.take(draft_tokens).int()
-        batch = decode.prepare([request])
-        draft = SimpleNamespace(spec_input_type=SpecInputType.EAGLE_VERIFY, draft_token_num=draft_tokens)
-        ours, theirs = (decode.shown(one, batch, 1, draft).cpu() for one in (decode.ours, decode.theirs))
-        assert torch.equal(ours[:, : theirs.shape[1]], theirs)
-        assert ours[0].count_nonzero() == -(-(CONTEXT + draft_tokens) // PAGE)
-        assert tables.data_ptr() == decode.ours.forward_metadata.block_tables.data_ptr()
-        before = updates(daemon)
-        decode.assert_equal(decode.prepare([decode.begin(2, 3)]))
-        assert updates(daemon) == before + 2, "one makes them zeros, and one shows the row"
+        width = decode.map.req_to_token.shape[1]
+        assert decode.ours.graph_metadata["block_tables"].shape == (ROWS, -(-width // PAGE))
+        request = decode.begin(1, CONTEXT)
+        decode.assert_equal(decode.prepare_to_verify([request]))
+        assert (request.kv.kv_allocated_len, width) == (
+            -(-(CONTEXT + 2 * draft_tokens) // PAGE) * PAGE,
+            CONTEXT + 2 * draft_tokens + PAGE - 1,
+        )
+        decode.assert_equal(decode.prepare_to_verify([request]))
+        assert OWN not in caplog.text
+
+
+@pytest.mark.parametrize("draft_tokens", [0, DRAFT])
+def test_a_window_begins_with_the_first_token_that_attention_sees(draft_tokens: int, daemon: Daemon) -> None:
+    """That is the last one of a page here: SGLang asks for so many tokens before a token's own (``pre_tokens``)."""
+    with running_decode(daemon, "windows", draft_tokens) as decode:
+        requests = [decode.begin(1, WINDOW + PAGE - 1)]
+        decode.assert_equal((decode.prepare_to_verify if draft_tokens else decode.prepare)(requests))
+        assert decode.ours.forward_metadata.block_tables_swa[0, 0].item() != 0
+
+
+def test_what_a_step_changes_goes_with_its_transfers(daemon: Daemon) -> None:
+    with running_decode(daemon, "plain", DRAFT) as decode, Client.connect(daemon.runtime_dir) as watch:
+        request, engine = decode.begin(1, PAGE), decode.pool.engine
+        decode.assert_equal(decode.prepare_to_verify([request]))
+        decode.keep([request], [2 * PAGE])
+        before = watch.status().counters["messages.received"]
+        with engine.step() as step:
+            transfer = step.receive(decode.pool.name, new_request_id(), [pages([7])])
+        batch = decode.prepare_to_verify([request])
+        shown = decode.shown(decode.ours, batch, 1).cpu()
+        assert watch.status().counters["messages.received"] - before == 2, "the step, and the question"
+        assert shown.count_nonzero() == request.kv.kv_allocated_len // PAGE
+        with engine.client() as client:
+            client.cancel(transfer)
 
 
 def test_of_several_back_ends_the_first_has_the_daemons_tables(decode: Decode) -> None:
@@ -433,7 +553,7 @@ def test_they_go_on_with_the_next_daemon(name: str) -> None:
 
 
 def test_any_change_of_a_batch_is_followed() -> None:
-    """Requests come, go, grow and move, and the device is asked for new ones alone."""
+    """Requests come, go, grow and move; the device is asked for new ones, and then for those that grow beside them."""
     random = np.random.default_rng(43)
     shape = table_shape(max_batch=8, max_context_tokens=10 * PAGE, page_size=PAGE)
     rows, tables = graphs.Rows(PAGE, shape.columns), GraphTables(shape, pages=10_000)
@@ -459,13 +579,13 @@ def test_any_change_of_a_batch_is_followed() -> None:
             asked.extend(which.tolist())  # noqa: B023  called in this round
             return [np.array(batch[row]["pages"]) for row in which]  # noqa: B023
 
-        lengths = np.array([one["length"] for one in batch], np.int64)
         is_seen = random.random() < 0.9 or not begun
-        change = rows.follow(batch, lengths, lambda _: np.array(begun if is_seen else begun[1:], np.int64), read)  # noqa: B023
+        counts = np.array([len(one["pages"]) for one in batch], np.int64)
+        change = rows.follow(batch, counts, lambda _: np.array(begun if is_seen else begun[1:], np.int64), read)  # noqa: B023
         is_new = [any(one is each for each in new) for one in batch]
         begins = [one["length"] % PAGE == 1 for one in batch]
-        unknown = [(each and one["length"] > 1) for one, each in zip(batch, is_new, strict=True)]
-        if not is_seen:
+        unknown = is_new
+        if any(is_new) or not is_seen:
             unknown = [each or start for each, start in zip(is_new, begins, strict=True)]
         assert asked == [row for row, one in enumerate(unknown) if one]
         if change is not None:
