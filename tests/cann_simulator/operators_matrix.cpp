@@ -4,6 +4,8 @@
 #include <ATen/ops/baddbmm.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/exp.h>
+#include <ATen/ops/logaddexp.h>
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mean.h>
@@ -18,6 +20,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <string>
 
 #include "operators.h"
 
@@ -89,22 +92,38 @@ OPERATOR(aclnnRopeWithSinCosCache,
 
 namespace {
 
-// npu_fused_infer_attention_score: what is used of its arguments.
+// npu_fused_infer_attention_score and _v2: what is used of their arguments. Quoted are the pages of CANN's
+// ops-transformer that are followed: attention/fused_infer_attention_score/docs/aclnnFusedInferAttentionScoreV4.md and,
+// for sparse modes, docs/en/context/sparse_mode_parameters.md.
 struct Attention {
-  Placed query, key, value, query_rope, key_rope, block_table, mask, out, lse;
+  Placed query, key, value, query_rope, key_rope, block_table, mask, sinks, out, lse;
   std::vector<int64_t> query_ends;   // TND: running sums of query tokens
   std::vector<int64_t> key_lengths;  // with a block table a sequence's length; without, a running sum
-  int64_t heads, key_heads, sparse_mode;
+  int64_t heads, key_heads, sparse_mode, before, after;
   double scale;
   bool wants_lse;
   std::string layout;
 };
 
+// "When sparseMode is set to 2, 3, or 4, the shape of attenMaskOptional can be (2048, 2048), (1, 2048, 2048), or
+// (1,1,2048,2048)", and "If attenMask is nullptr or the passed shape is incorrect, an error is reported".
+void check_compressed_mask(const at::Tensor &mask) {
+  if (!mask.defined() || mask.numel() != 2048 * 2048 || mask.size(-1) != 2048)
+    throw std::runtime_error("a sparse mode without its mask of 2048 * 2048");
+}
+
+// What a sparse mode hides, (queries, keys). Both count from the lower right corner.
 at::Tensor hidden_from(const Attention &attention, int64_t queries, int64_t keys) {
-  if (attention.sparse_mode == 3)  // causal, aligned at the lower right
-    return at::ones({queries, keys}, at::kBool).triu(keys - queries + 1);
-  if (attention.sparse_mode != 0) throw std::runtime_error("sparse_mode is not simulated");
-  return {};
+  if (attention.sparse_mode == 0) return {};
+  check_compressed_mask(attention.mask.tensor);
+  at::Tensor all = at::ones({queries, keys}, at::kBool);
+  int64_t corner = keys - queries, most = queries + keys;
+  if (attention.sparse_mode == 3)  // rightDownCausal: "preTokens and nextTokens are ignored"
+    return all.triu(corner + 1);
+  if (attention.sparse_mode == 4)  // band: "the part between preTokens and nextTokens is computed"
+    return all.triu(corner + std::min(attention.after, most) + 1)
+        .logical_or(all.tril(corner - std::min(attention.before, most) - 1));
+  throw std::runtime_error("sparse_mode is not simulated");
 }
 
 // (heads, queries, size) over (key heads, keys, size): out, and the logarithm of the sum of exponents.
@@ -114,10 +133,12 @@ std::pair<at::Tensor, at::Tensor> attend(const Attention &attention, at::Tensor 
   key = key.to(at::kFloat).repeat_interleave(group, 0);
   value = value.to(at::kFloat).repeat_interleave(group, 0);
   at::Tensor scores = at::matmul(query.to(at::kFloat), key.transpose(1, 2)) * attention.scale;
-  at::Tensor hidden = hidden_from(attention, scores.size(1), scores.size(2));
-  if (!hidden.defined() && mask.defined()) hidden = mask.to(at::kBool);
+  at::Tensor hidden = mask.defined() ? mask.to(at::kBool) : hidden_from(attention, scores.size(1), scores.size(2));
   if (hidden.defined()) scores.masked_fill_(hidden, -std::numeric_limits<float>::infinity());
-  return {at::matmul(at::softmax(scores, -1), value), at::logsumexp(scores, {-1})};
+  at::Tensor lse = at::logsumexp(scores, {-1}), sums = lse;
+  if (attention.sinks.tensor.defined())  // (Q_N): "Absorbs attention scores through learnable sink tokens."
+    sums = at::logaddexp(lse, attention.sinks.tensor.to(at::kFloat).unsqueeze(-1));
+  return {at::matmul(at::exp(scores - sums.unsqueeze(-1)), value), lse};
 }
 
 // A sequence's (keys, key heads, size), from its pages; reads just these. A page has a row a token, or fractals (NZ):
@@ -125,6 +146,9 @@ std::pair<at::Tensor, at::Tensor> attend(const Attention &attention, at::Tensor 
 at::Tensor paged(const Attention &attention, const Placed &pages, const at::Tensor &table, int64_t length) {
   bool fractals = pages.tensor.dim() == 5;
   int64_t page_size = pages.tensor.size(fractals ? 3 : 1);
+  if (table.size(0) * page_size < length)  // "must be greater than or equal to maxBlockNumPerSeq"
+    throw std::runtime_error("a block table of " + std::to_string(table.size(0)) + " pages for " +
+                             std::to_string(length) + " tokens");
   at::Tensor numbers = table.slice(0, 0, (length + page_size - 1) / page_size).to(at::kLong);
   touch_rows(pages, numbers, false);
   at::Tensor rows = pages.tensor.index_select(0, numbers);
@@ -181,8 +205,13 @@ void attend_bnsd(const Attention &attention) {
 
 // Queries of one sequence a row, over pages: BSH (batch, queries, heads * size) and BSND (batch, queries, heads, size). The
 // mask, where there is one, is (batch, ..., keys), true: not seen. A sequence of length 0 leaves its output as it is.
+// sparseMode, preTokens and nextTokens are "invalid when the input layout is BSH, BSND, or BNSD, Q_S is equal to 1, QK_D
+// is equal to V_D, and queryRope and keyRope are not passed": then the mask is a whole one.
 void attend_batch(const Attention &attention) {
   int64_t batch = attention.query.tensor.size(0), queries = attention.query.tensor.size(1);
+  bool is_plain = queries == 1 && !attention.query_rope.tensor.defined() &&
+                  attention.query.tensor.sizes() == attention.out.tensor.sizes();
+  bool is_whole = attention.mask.tensor.defined() && (attention.sparse_mode == 0 || is_plain);
   for (int64_t i = 0; i < batch; i++) {
     int64_t length = attention.key_lengths[i];
     if (length == 0) continue;
@@ -192,7 +221,7 @@ void attend_batch(const Attention &attention) {
     at::Tensor rope, key_rope, mask;
     if (attention.query_rope.tensor.defined()) rope = by_head(attention.query_rope);
     if (attention.key_rope.tensor.defined()) key_rope = keys_of(attention, attention.key_rope, i);
-    if (attention.mask.tensor.defined())
+    if (is_whole)
       mask = attention.mask.tensor.reshape({batch, -1, attention.mask.tensor.size(-1)})[i].slice(1, 0, length);
     at::Tensor key = with_rope(keys_of(attention, attention.key, i), key_rope).transpose(0, 1);
     at::Tensor value = keys_of(attention, attention.value, i).transpose(0, 1);
@@ -203,7 +232,8 @@ void attend_batch(const Attention &attention) {
 
 void run_attention(const Attention &attention) {
   bool is_paged = attention.block_table.tensor.defined();
-  for (const Placed *read : {&attention.query, &attention.query_rope, &attention.block_table, &attention.mask})
+  for (const Placed *read :
+       {&attention.query, &attention.query_rope, &attention.block_table, &attention.mask, &attention.sinks})
     touch_all(*read, false);
   for (const Placed *read : {&attention.key, &attention.value, &attention.key_rope})
     if (!is_paged) touch_all(*read, false);  // of pages, just those of the table
@@ -229,24 +259,41 @@ std::vector<int64_t> values_of(CInts array) { return array ? array->values : std
       CTensor, CTensor, CTensor, CTensor, CTensor, CTensor, CTensor table, CTensor, CTensor, CTensor, CTensor,      \
       CTensor, CTensor, CTensor, CTensor, CInts, CTensor query_rope, CTensor key_rope, CTensor
 #define ATTENTION_NUMBERS                                                                                         \
-  int64_t heads, double scale, int64_t, int64_t, char *layout, int64_t key_heads, int64_t sparse_mode, int64_t,   \
-      int64_t, int64_t, bool wants_lse, int64_t, int64_t
-#define ATTENTION                                                                                                 \
+  int64_t heads, double scale, int64_t before, int64_t after, char *layout, int64_t key_heads, int64_t sparse_mode, \
+      int64_t, int64_t, int64_t, bool wants_lse, int64_t, int64_t
+#define ATTENTION(sinks)                                                                                          \
   const aclTensor *keys = &key->tensors[0], *values = &value->tensors[0];                                         \
-  Attention attention{call.rows(query),      call.rows(keys),       call.rows(values), call.rows(query_rope),     \
-                      call.rows(key_rope),   call.rows(table),      call.rows(mask),   call.rows(out),            \
-                      call.rows(lse),        values_of(query_ends), values_of(key_lengths),                       \
-                      heads,                 key_heads ? key_heads : heads, sparse_mode, scale,                   \
-                      wants_lse,             layout};                                                             \
+  Attention attention{call.rows(query),                                                                           \
+                      call.rows(keys),                                                                            \
+                      call.rows(values),                                                                          \
+                      call.rows(query_rope),                                                                      \
+                      call.rows(key_rope),                                                                        \
+                      call.rows(table),                                                                           \
+                      call.rows(mask),                                                                            \
+                      call.rows(sinks),                                                                           \
+                      call.rows(out),                                                                             \
+                      call.rows(lse),                                                                             \
+                      values_of(query_ends),                                                                      \
+                      values_of(key_lengths),                                                                     \
+                      heads,                                                                                      \
+                      key_heads ? key_heads : heads,                                                              \
+                      sparse_mode,                                                                                \
+                      before,                                                                                     \
+                      after,                                                                                      \
+                      scale,                                                                                      \
+                      wants_lse,                                                                                  \
+                      layout};                                                                                    \
   call.run([attention] { run_attention(attention); });
 
-OPERATOR(aclnnFusedInferAttentionScoreV3, (ATTENTION_TENSORS, ATTENTION_NUMBERS, Tensor out, Tensor lse), {ATTENTION})
-// Beyond V3: the scale of a quantised query, sinks, and how the query is quantised.
+// "Adapts to the FlashAttention operator in the decode (IncreFlashAttention) and prefill (PromptFlashAttention) inference
+// scenarios."
+OPERATOR(aclnnFusedInferAttentionScoreV3, (ATTENTION_TENSORS, ATTENTION_NUMBERS, Tensor out, Tensor lse),
+         {ATTENTION(nullptr)})
+// "Compared with FusedInferAttentionScoreV3, this API adds the dequantScaleQueryOptional, learnableSinkOptional, and
+// queryQuantMode parameters".
 OPERATOR(aclnnFusedInferAttentionScoreV4,
-         (ATTENTION_TENSORS, CTensor, CTensor sinks, ATTENTION_NUMBERS, int64_t, Tensor out, Tensor lse), {
-           if (sinks) throw std::runtime_error("attention sinks are not simulated");
-           ATTENTION
-         })
+         (ATTENTION_TENSORS, CTensor, CTensor sinks, ATTENTION_NUMBERS, int64_t, Tensor out, Tensor lse),
+         {ATTENTION(sinks)})
 namespace {
 
 // Sparse attention (DeepSeek V3.2): queries are TND, keys in pages, (pages, page_size, 1, size), all causal, aligned at the
@@ -344,12 +391,26 @@ OPERATOR(aclnnTransposeBatchMatMul,
            o.copy_(at::bmm(p.empty() ? a : a.permute(p), q.empty() ? b : b.permute(q)).permute(r));
          }))
 
-extern "C" __attribute__((visibility("default"))) aclError aclnnFusedInferAttentionScoreV3GetMaxWorkspaceSize(
-    CTensor, CTensors, CTensors, CTensor, CTensor, CInts, CInts, CTensor, CTensor, CTensor, CTensor, CTensor, CTensor,
-    CTensor, CTensor, CTensor, CTensor, CTensor, CTensor, CTensor, CTensor, CTensor, CTensor, CInts, CTensor, CTensor,
-    CTensor, int64_t, double, int64_t, int64_t, char *, int64_t, int64_t, int64_t, int64_t, int64_t, bool, int64_t,
-    int64_t, Tensor, Tensor, uint64_t *workspace, aclOpExecutor **executor) {
+namespace {
+
+aclError fixed_workspace(uint64_t *workspace, aclOpExecutor **executor) {
   *workspace = 1 << 20;
   *executor = nullptr;
   return ACL_SUCCESS;
 }
+
+}  // namespace
+
+#define MOST_WORKSPACE(name, ...)                                                                              \
+  extern "C" __attribute__((visibility("default"))) aclError name##GetMaxWorkspaceSize(                        \
+      __VA_ARGS__, uint64_t *workspace, aclOpExecutor **executor) {                                            \
+    return fixed_workspace(workspace, executor);                                                               \
+  }
+#define UNNAMED_TENSORS                                                                                       \
+  CTensor, CTensors, CTensors, CTensor, CTensor, CInts, CInts, CTensor, CTensor, CTensor, CTensor, CTensor,    \
+      CTensor, CTensor, CTensor, CTensor, CTensor, CTensor, CTensor, CTensor, CTensor, CTensor, CTensor,      \
+      CInts, CTensor, CTensor, CTensor
+#define UNNAMED_NUMBERS \
+  int64_t, double, int64_t, int64_t, char *, int64_t, int64_t, int64_t, int64_t, int64_t, bool, int64_t, int64_t
+MOST_WORKSPACE(aclnnFusedInferAttentionScoreV3, UNNAMED_TENSORS, UNNAMED_NUMBERS, Tensor, Tensor)
+MOST_WORKSPACE(aclnnFusedInferAttentionScoreV4, UNNAMED_TENSORS, CTensor, CTensor, UNNAMED_NUMBERS, int64_t, Tensor, Tensor)

@@ -69,6 +69,37 @@ def test_paged_attention_follows_table_and_lengths(child: Child, new_races: Call
     assert new_races() == []
 
 
+def test_windows_and_v2_follow_their_own_list_of_lengths(child: Child) -> None:
+    """By the name that the first version's list has, an update does not reach them."""
+    child.do(PAGED)
+    child.do(
+        """
+        causal, W = torch.ones(2048, 2048, dtype=torch.int8).triu(1).npu(), 6
+        windows = torch.npu.NPUGraph()
+        with torch.npu.graph(windows, auto_dispatch_capture=True):
+            seen, _ = torch_npu.npu_fused_infer_attention_score_v2(dq, dk, dv, num_query_heads=H,
+                num_key_value_heads=KH, input_layout="TND", softmax_scale=D**-0.5, block_table=table, block_size=PAGE,
+                actual_seq_qlen=[1, 2], actual_seq_kvlen=[0, 0], sparse_mode=4, pre_tokens=W, next_tokens=2147483647,
+                atten_mask=causal)
+        def of_window(rows, lengths):
+            found = []
+            for row, pages, length in zip(queries, rows, lengths):
+                k, v = (t[pages].reshape(-1, KH, D)[max(length - 1 - W, 0):length].repeat_interleave(H // KH, 1)
+                        for t in (keys, values))
+                weights = torch.softmax(torch.einsum("hd,thd->ht", row, k) * D**-0.5, -1)
+                found.append(torch.einsum("ht,thd->hd", weights, v))
+            return torch.stack(found)
+        def step(rows, lengths, name="actual_seq_kvlen"):
+            table.copy_(torch.tensor(rows, dtype=torch.int32))
+            windows.update(cpu_update_input=[{name: lengths}]); windows.replay(); torch.npu.synchronize()
+            return float((seen.cpu() - of_window(rows, lengths)).abs().max())
+        """
+    )
+    assert child.do("result = step([[1, 2, 3], [0, 5, 6]], [9, 17])") < 1e-5
+    assert child.do("result = step([[7, 8, 9], [0, 2, 4]], [24, 15])") < 1e-5
+    assert child.do("result = step([[7, 8, 9], [0, 2, 4]], [20, 14], 'actual_seq_lengths_kv')") > 1e-3
+
+
 def test_a_table_written_beside_the_replay_is_a_race(child: Child, new_races: Callable[[], list[Race]]) -> None:
     child.do(PAGED)
     change = """

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cann_simulator.child import Child
+from tests.cann_simulator.child import Child, ChildError
+from tests.cann_simulator.simulator import Simulator
 
 pytestmark = pytest.mark.full
 
@@ -169,6 +170,91 @@ def test_paged_attention_of_a_batch_of_decoding_requests(layout: str, masked: st
             torch.testing.assert_close(got.reshape(1, H, D), expected, rtol=1e-4, atol=1e-5)
         """
     )
+
+
+CHUNKS = """
+H, KH, PAGE = 4, 2, 8
+table, chunks, lengths = torch.tensor([[3, 1, 0], [5, 2, 4]], dtype=torch.int32), [2, 3], [10, 20]
+causal = torch.ones(2048, 2048, dtype=torch.bool).triu(1).npu()
+def expected(q, k, v, seen, sinks):
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(H // KH, 1)) * 0.2
+    scores = scores.masked_fill(~seen, -float("inf"))
+    if sinks is not None: scores = torch.cat([scores, sinks[:, None, None].expand(H, len(q), 1)], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :len(k)], v.repeat_interleave(H // KH, 1))
+def check(layout, size, v_size, mode, before, after, has_sinks, mask=causal):
+    torch.manual_seed(9)
+    q, k, v = torch.randn(5, H, size), torch.randn(6, PAGE, KH * size), torch.randn(6, PAGE, KH * v_size)
+    sinks = torch.randn(H) * 3 if has_sinks else None
+    def ask(query, rows, queries, keys):
+        return torch_npu.npu_fused_infer_attention_score_v2(query.npu(), k.npu(), v.npu(), num_query_heads=H,
+            num_key_value_heads=KH, input_layout=layout, softmax_scale=0.2, block_table=table[rows].npu(),
+            block_size=PAGE, atten_mask=mask, sparse_mode=mode, pre_tokens=before, next_tokens=after,
+            learnable_sink=None if sinks is None else sinks.npu(), actual_seq_qlen=queries,
+            actual_seq_kvlen=keys)[0].cpu()
+    if layout == "TND": out = ask(q, slice(0, 2), [2, 5], lengths)
+    else: out = torch.cat([ask(one[None], slice(i, i + 1), [len(one)], [lengths[i]])[0]
+                           for i, one in enumerate(q.split(chunks))])
+    for one, got, length, pages in zip(q.split(chunks), out.split(chunks), lengths, table.long()):
+        at, keys = torch.arange(length - len(one), length)[:, None], torch.arange(length)
+        seen = keys <= at if mode == 3 else (keys >= at - before) & (keys <= at + after)
+        kk, vv = k[pages].reshape(-1, KH, size)[:length], v[pages].reshape(-1, KH, v_size)[:length]
+        torch.testing.assert_close(got, expected(one, kk, vv, seen, sinks), rtol=1e-4, atol=1e-5)
+"""
+"""A chunk after a prefix, as SGLang asks for it: in pages, its window and its sinks too."""
+EVERY = 2147483647
+
+
+@pytest.mark.parametrize("layout", ["TND", "BSND"])
+@pytest.mark.parametrize(("size", "v_size"), [(32, 32), (192, 128)])
+def test_a_chunk_after_a_prefix_in_pages(layout: str, size: int, v_size: int, child: Child) -> None:
+    child.do(CHUNKS)
+    for sinks in (False, True):
+        child.do(f"check({layout!r}, {size}, {v_size}, 3, {EVERY}, {EVERY}, {sinks})")
+        for before, after in ((6, 0), (0, 0), (30, 0), (6, 2), (6, EVERY)):
+            child.do(f"check({layout!r}, {size}, {v_size}, 4, {before}, {after}, {sinks})")
+
+
+def test_a_window_of_decoding_requests_in_pages(child: Child) -> None:
+    """TND counts it; in BSND a query of one token is masked as the whole mask says, where K and V are as wide."""
+    child.do(
+        """
+        torch.manual_seed(10); H, KH, D, PAGE, W = 4, 2, 16, 8, 6
+        k, v, q = torch.randn(6, PAGE, KH * D), torch.randn(6, PAGE, KH * D), torch.randn(2, H, D)
+        table, lengths = torch.tensor([[3, 1, 0], [5, 2, 4]], dtype=torch.int32), [10, 20]
+        seen = torch.stack([(torch.arange(24) >= n - 1 - W) & (torch.arange(24) < n) for n in lengths])
+        causal = torch.ones(2048, 2048, dtype=torch.int8).triu(1).npu()
+        common = dict(num_query_heads=H, num_key_value_heads=KH, softmax_scale=0.2, block_table=table.npu(),
+                      block_size=PAGE, actual_seq_kvlen=lengths, sparse_mode=4)
+        ask = torch_npu.npu_fused_infer_attention_score_v2
+        tnd, _ = ask(q.npu(), k.npu(), v.npu(), input_layout="TND", atten_mask=causal, actual_seq_qlen=[1, 2],
+                     pre_tokens=W, next_tokens=2147483647, **common)
+        bsnd, _ = ask(q[:, None].npu(), k.npu(), v.npu(), input_layout="BSND", atten_mask=(~seen)[:, None].npu(),
+                      actual_seq_qlen=[1, 1], pre_tokens=0, next_tokens=0, **common)
+        for row, (one, mask, pages) in enumerate(zip(q, seen, table.long())):
+            kk, vv = (t[pages].reshape(-1, KH, D).transpose(0, 1) for t in (k, v))
+            expected = torch.nn.functional.scaled_dot_product_attention(
+                one[None, :, None], kk[None], vv[None], attn_mask=mask[None], scale=0.2, enable_gqa=True)[0, :, 0]
+            for got in (tnd[row], bsnd[row, 0]): torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-5)
+        """
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("check('TND', 32, 32, 4, 6, 0, False, mask=None)", "without its mask"),
+        ("check('TND', 32, 32, 3, 6, 0, False, mask=causal[:1024, :1024])", "without its mask"),
+        ("table = table[:, :2]; check('TND', 32, 32, 3, 6, 0, False)", "a block table of 2 pages for 20 tokens"),
+    ],
+)
+def test_attention_that_cann_refuses(
+    change: str, says: str, simulator: Simulator, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Child(simulator) as process:
+        process.do(CHUNKS)
+        with pytest.raises(ChildError):
+            process.do(change)
+    assert says in capfd.readouterr().err
 
 
 def test_attention_to_a_chunk_and_to_what_was_before_it(child: Child) -> None:

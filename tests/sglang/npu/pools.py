@@ -121,7 +121,7 @@ NOT_SERVED: Final = {
 }
 """Why no pair of servers is run with the others."""
 HYBRIDS: Final = {
-    "windows": (SWAKVPool, "SGLang attends by aclnnFusedInferAttentionScoreV4, which is not simulated"),
+    "windows": (SWAKVPool, "none was run yet"),
     "states": (HybridLinearKVPool, "SGLang computes states by Triton kernels, which are not simulated"),
     "sparse": (NPUMiniMaxSparseKVPool, "SGLang's indexer is of operators that are not simulated"),
 }
