@@ -17,8 +17,11 @@ import pytest
 from tests.kit.installs import LAYERS, ROOT, build_sdist, build_wheel, copy_checkout, new_environment, run
 
 DATA_FILES: Final = (
-    "254.conf", "hosts.conf", "kvferry-failed@.target", "kvferry-keeper@.service", "kvferry.toml", "kvferry@.service",
-    "kvferry@.socket", "npu.conf", "sysusers.d/kvferry.conf", "tmpfiles.d/kvferry.conf",
+    "monitoring/grafana.json", "monitoring/kvferry.rules.yml",
+    *(f"systemd/{name}" for name in (
+        "254.conf", "hosts.conf", "kvferry-failed@.target", "kvferry-keeper@.service", "kvferry.toml",
+        "kvferry@.service", "kvferry@.socket", "npu.conf", "sysusers.d/kvferry.conf", "tmpfiles.d/kvferry.conf",
+    )),
 )  # fmt: skip
 
 IMPORT_ALL: Final = """
@@ -159,11 +162,11 @@ def test_wheel_holds_the_package_and_the_unit_files_only(wheel: Path, environmen
     expected = {f"kvferry/{path}" for path in source_files()}
     expected |= {f"kvferry/{layer}/py.typed" for layer in LAYERS}
     expected |= {"kvferry/pools/native_kernel.abi3.so", "kvferry/pools/native_kernel.pyi"}
-    expected |= {f"kvferry-{version}.data/data/share/kvferry/systemd/{name}" for name in DATA_FILES}
+    expected |= {f"kvferry-{version}.data/data/share/kvferry/{name}" for name in DATA_FILES}
     assert {name for name in names if not name.startswith(f"kvferry-{version}.dist-info/")} == expected
     for name in DATA_FILES:
-        installed = environment / "share" / "kvferry" / "systemd" / name
-        assert installed.read_bytes() == (ROOT / "systemd" / name).read_bytes()
+        installed = environment / "share" / "kvferry" / name
+        assert installed.read_bytes() == (ROOT / name).read_bytes()
 
 
 @pytest.mark.full
