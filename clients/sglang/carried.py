@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 from sglang.srt.disaggregation.base.conn import StateType
-from sglang.srt.runtime_context import get_disagg, get_parallel
+from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel
 
 from kvferry.clients import MhaSpec, pages
 from kvferry.clients.calls import Pages
@@ -143,6 +143,7 @@ def _refused_options(args: Any) -> list[str]:  # noqa: ANN401  SGLang's KVArgs
         refused.append("--enable-kv-cache-sharding")
     if told.disaggregation_decode_allocation_policy != "early":
         refused.append("--disaggregation-decode-allocation-policy other than early")
-    if {*args.state_types} - {*ON_PAGES} and told.disaggregation_decode_enable_radix_cache:
-        refused.append("decode's prefix cache of windows and states (--disaggregation-decode-enable-radix-cache)")
+    caches = told.disaggregation_decode_enable_radix_cache and get_memory().enable_hierarchical_cache
+    if caches and StateType.MAMBA in args.state_types:  # SGLang loads a prefix's state into the request's own slot, too
+        refused.append("HiCache beside decode's prefix cache of states (--disaggregation-decode-enable-radix-cache)")
     return refused

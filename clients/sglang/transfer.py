@@ -593,12 +593,12 @@ class KvferryKVReceiver(_Half, CommonKVReceiver):
         self.init_time = time.time()
         first = (decode_prefix_len or 0) // self.kv_mgr.kv_args.page_size
         ids = np.asarray(kv_indices, np.int64)
-        self._lists = [pages(ids, first_page=first)] if len(ids) else []
         try:
-            self._lists += state_lists(self.kv_mgr.kv_args.state_types, state_indices, first + len(ids))
+            states = state_lists(self.kv_mgr.kv_args.state_types, state_indices, first + len(ids))
         except InvalidFieldError as error:
             self._fail(str(error))
             return
+        self._lists = [pages(ids, first_page=first), *states] if len(ids) or states else []
         self.turn = next(self.kv_mgr.turns)
         self.open()
 
