@@ -323,10 +323,9 @@ def test_states_that_are_not_the_pools_are_refused_by_name(windows: Halves) -> N
         setattr(args, field, lists)
 
 
+@pytest.mark.parametrize("both", ["states", "conv", "ssm"], indirect=True)
 def test_hicache_beside_a_prefix_cache_of_states_at_decode_is_refused_by_name(both: Halves) -> None:
     """SGLang 0.5.23 would load the prefix's state into the slot that prefill's comes into, whichever is later."""
-    if states_of(both).component != "mamba":
-        pytest.skip("windows beside HiCache SGLang refuses by itself")
     caches = {"disaggregation_decode_enable_radix_cache": True, "enable_hierarchical_cache": True}
     with (
         get_context().override_server_args(**caches),
