@@ -34,7 +34,7 @@ from tests.kit.devices import DEVICE
 from tests.kit.documents import page
 from tests.kit.in_process import CONFIG as PLAIN
 from tests.kit.in_process import serving
-from tests.kit.scraping import Scrape, get, scrape
+from tests.kit.scraping import Scrape, get, scrape, scrape_until
 
 BY_ITS_COMMAND: Final = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 """Which starts a daemon by the command that it starts the next one by."""
@@ -70,7 +70,9 @@ def test_each_page_of_a_pool_is_in_one_state(daemon: Daemon, client: Client, poo
     sending = client.send(pool, new_request_id(), [pages(ids[:3])], deadline_s=600)
     receiving = client.receive(pool, new_request_id(), [pages(ids[3:5])], deadline_s=600)
     client.free(pool, ids[2:4])
-    found = scrape(daemon.runtime_dir)
+    found = scrape_until(
+        daemon.runtime_dir, lambda one: one.sum("kvferry_pool_pages", pool=pool, state="releasing") > 0
+    )
     assert states(found, pool=pool) == {"free": 8, "idle": 3, "read": 2, "written": 1, "releasing": 2}
     assert found.sum("kvferry_pool_pages", pool=pool) == PAGES
     assert found.value("kvferry_pool_largest_free_run_pages", pool=pool) == 8
@@ -87,7 +89,9 @@ def test_transfers_are_counted_by_outcome_and_bytes(daemon: Daemon, client: Clie
     receiving = client.receive(pool, request_id, [pages(ids[:2])])
     client.wait_settled(client.send(pool, request_id, [pages(ids[2:])]))
     client.wait_settled(receiving)
-    found = scrape(daemon.runtime_dir)
+    client.ping()  # it acknowledges the events
+    name_of_stages = "kvferry_transfer_stage_seconds_count"
+    found = scrape_until(daemon.runtime_dir, lambda one: one.since(before, name_of_stages, stage="told") >= 2)
     name = "kvferry_transfers_total"
     for way in ("send", "receive"):
         assert found.since(before, name, direction=way, outcome="ok") == 1
@@ -97,8 +101,8 @@ def test_transfers_are_counted_by_outcome_and_bytes(daemon: Daemon, client: Clie
     for one in ("kvferry_transfer_bytes_total", "kvferry_copy_bytes_total", "kvferry_copy_group_bytes_total"):
         assert found.since(before, one) == 2 * PAGE_BYTES
     stages = {
-        (one["stage"], one["transport"]): found.since(before, "kvferry_transfer_stage_seconds_count", **one)
-        for one in found.labels("kvferry_transfer_stage_seconds_count")
+        (one["stage"], one["transport"]): found.since(before, name_of_stages, **one)
+        for one in found.labels(name_of_stages)
     }
     told = stages.pop(("told", "any"))
     assert stages == {("planned", "any"): 2, ("copied", "local"): 1, ("committed", "local"): 1}
@@ -119,7 +123,8 @@ with socket.socket(socket.AF_UNIX) as one:
 
 def test_another_user_is_told_sums_and_no_names(daemon: Daemon, client: Client, pool: str) -> None:
     client.allocate(pool, 3)
-    ours, text = scrape(daemon.runtime_dir), said_by_another_user(daemon, ASKED_BY_ANOTHER)
+    ours = scrape_until(daemon.runtime_dir, lambda one: one.sum("kvferry_pool_pages", pool=pool, state="idle") == 3)
+    text = said_by_another_user(daemon, ASKED_BY_ANOTHER)
     theirs = Scrape(text + "\n")
     assert pool in {one["pool"] for one in ours.labels("kvferry_pool_pages")}
     assert pool not in text

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -67,3 +69,11 @@ def scrape(at: Path | tuple[str, int]) -> Scrape:
     said = get(at)
     assert said.status == 200, said
     return Scrape(said.text)
+
+
+def scrape_until(at: Path, holds: Callable[[Scrape], bool]) -> Scrape:
+    """Return the first samples of which something holds, or the last ones: a text is given again for a moment."""
+    ends_at = time.monotonic() + PATIENCE_S
+    while not holds(found := scrape(at)) and time.monotonic() < ends_at:
+        pass
+    return found
