@@ -262,7 +262,8 @@ def _packing(vllm_config: VllmConfig, kind: AttentionSpec) -> str | None:
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415  says it no other way
 
     told = str(vllm_config.cache_config.cache_dtype)
-    return f"cpu_{_get_attn_isa(kind.dtype, kind.block_size, kind.head_size, told)}"
+    dtype = vllm_config.model_config.dtype  # of the model's, whatever the cache's is
+    return f"cpu_{_get_attn_isa(dtype, kind.block_size, kind.head_size, told)}"
 
 
 class Allocation(TorchFunctionMode):

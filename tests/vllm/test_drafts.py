@@ -266,7 +266,8 @@ def test_a_draft_that_is_a_model_of_its_own(models: Models, kept_daemon: Daemon,
 def test_blocks_and_acceptance_of_an_mtp(kept_daemon: Daemon, tmp_path: Path) -> None:
     """Of latents, and a module that computes what the model does from tokens alone."""
     told = {"method": "mtp", "num_speculative_tokens": 1}
-    options = {"attention_config": {"backend": "CPU_MLA"}, "block_size": 16, "speculative_config": told, **COUNTED}
+    options = {**COUNTED, "attention_config": {"backend": "CPU_MLA"}, "block_size": 16, "speculative_config": told}
+    options["max_num_batched_tokens"] = 1024  # this backend computes no chunks
     model = mtp_model(tmp_path / "model")
     with running_pair(tmp_path, kept_daemon.runtime_dir, model=model, enable_prefix_caching=False, **options) as pair:
         assert_blocks_travel(pair)

@@ -97,6 +97,7 @@ def vllm_config(total_heads: int = HEADS, *, device: str = "cuda", dtype: str = 
     model = SimpleNamespace(
         get_total_num_kv_heads=lambda: total_heads,
         get_num_layers=lambda _: LAYERS - drafts,
+        dtype=torch.bfloat16,
         hf_text_config=text,
         enable_sleep_mode=False,
     )
@@ -316,6 +317,15 @@ def test_order_of_bytes_on_a_cpu_is_named() -> None:
     assert other is not None
     assert "_CPU_" in str(manifest_of(cpu).entries[0].format)
     assert manifest_of(cpu).layout_digest != manifest_of(other).layout_digest
+
+
+def test_order_of_bytes_is_that_of_the_models_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of 8 bits is ordered as the model's kernels read it: here for AMX, which is for bfloat16 alone."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    kind = full_attention(dtype=torch.uint8, block_size=32, head_size=32)
+    spec = owned_spec(kind, "LBHNC", device="cpu", dtype="fp8")
+    assert spec is not None
+    assert str(manifest_of(spec).entries[0].format).endswith("_CPU_AMX")
 
 
 @pytest.mark.parametrize(
