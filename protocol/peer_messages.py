@@ -27,6 +27,7 @@ Checksum = Annotated[int, Meta(ge=0)]
 MAX_RUNS = 1 << 16
 MAX_ENTRIES = 1 << 16
 MAX_SEGMENTS = 1024
+MAX_STEP = 64
 """Segments per transfer op; a component may need several if replicas have sent part of its pages or entries."""
 
 
@@ -171,7 +172,8 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
     """Entries of the source's pool, and an extent of one of the chunk's page lists.
 
     ``entries`` are indices in the source's manifest. ``heads`` has (first head, number of heads) of each entry, counted
-    within the source's entry, or (0, 0) for whole pages.
+    within the source's entry, or (0, 0) for whole pages. Where pages of both sides hold different numbers of tokens,
+    the segment has every ``step``-th page of the extent, and of each ``tokens`` (first token, number of tokens).
     """
 
     component: ComponentName
@@ -179,6 +181,8 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
     pages: Number
     entries: Annotated[tuple[Index, ...], Meta(max_length=MAX_ENTRIES)]
     heads: Annotated[tuple[tuple[Index, Index], ...], Meta(max_length=MAX_ENTRIES)]
+    step: Annotated[int, Meta(ge=1, le=MAX_STEP)] = 1
+    tokens: tuple[Index, Index] = (0, 0)
 
 
 class OpRequest(OfReceive, frozen=True, kw_only=True, tag="OP_REQUEST"):

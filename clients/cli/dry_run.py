@@ -28,6 +28,7 @@ from kvferry.pools.planning.plan import Plan, make_plan
 from kvferry.protocol.base import PageList
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
+    GeometryMismatchError,
     IncompleteError,
     InvalidFieldError,
     KvferryError,
@@ -251,6 +252,13 @@ def dry_run(given: PlanInput) -> DryRun:
     source_entries = entries_of(given.source, "source")
     destination_entries = destination_entries_of(given.destination)
     pairing = pair_entries(source_entries, destination_entries)
+    for pair in pairing.pairs:
+        if pair.units is not None:
+            raise GeometryMismatchError(
+                f"{pair.destination.name}: page_tokens is {pair.source.page_tokens} at the source, "
+                f"{pair.destination.page_tokens} at the destination: a dry run cuts no pages",
+                field=f"destination.entries[{pair.destination_index}].page_tokens",
+            )
     lists: list[tuple[str | None, PageRange, PageRange]]
     unlisted: frozenset[str] = frozenset()
     if given.has_lists:

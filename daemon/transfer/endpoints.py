@@ -21,7 +21,7 @@ from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.coverage import Cells, Coverage
 from kvferry.pools.planning.page_ranges import PageRange, entries_of
 from kvferry.pools.planning.pairing import Pair
-from kvferry.pools.planning.plan import Plan
+from kvferry.pools.planning.plan import Cut, Plan
 from kvferry.pools.pool import Pool
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import KvferryError
@@ -180,14 +180,14 @@ class SendChunk(NamedTuple):
 class PlannedCopy(NamedTuple):
     """Coverage cells of one component that a step of a chunk fills, and the plan that fills them.
 
-    ``pairs`` are the plan's entries; ``source_start`` is the index of its first page in the chunk's list.
+    ``pairs`` are the plan's entries; ``cut`` says which pages of the chunk's list they are, and which part of each.
     """
 
     component: str
     cells: Cells
     plan: Plan
     pairs: tuple[Pair, ...]
-    source_start: int
+    cut: Cut
     step: int = 0
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 
 from kvferry.daemon.transfer.endpoints import PlannedCopy, ReceiveRequest, SendChunk, SourcePool, Waived, rows_by_step
-from kvferry.pools.planning.coverage import Extent, Rows, cells_of
-from kvferry.pools.planning.page_ranges import PageRange, Span, entries_of, paged_spans, state_span
+from kvferry.pools.planning.coverage import Cells, Extent, Rows, cells_of
+from kvferry.pools.planning.page_ranges import PageRange, Span, entries_of, paged_spans, state_span, units_of
 from kvferry.pools.planning.pairing import Pairing, check_covered, pair_entries
-from kvferry.pools.planning.plan import make_plan
+from kvferry.pools.planning.plan import cuts_of, plan_of_cut
 from kvferry.pools.pool import Pool, check_models
-from kvferry.protocol.errors import FirstTokenTwiceError, TooLargeError
+from kvferry.protocol.errors import FirstTokenTwiceError, GeometryMismatchError, TooLargeError
 
 DRAFT = "draft"
 """The component whose layers have their own numbers, not the model's."""
@@ -112,12 +112,12 @@ def _match_component(one: PageRange, chunk: SendChunk, source: SourcePool, recei
             skipped_source_entries=len(entries_of(source.manifest, one.component)),
             skipped_source_pages=len(one.ids) if destination else 0,
         )
-    spans = (
-        paged_spans(one, destination, last=chunk.last)
-        if destination.kind == "paged"
-        else [state_span(one, destination, receive_request.request_id)]
-    )
     pairing = _pairing(source, receive_request.pool, one.component)
+    spans = (
+        paged_spans(one, destination, last=chunk.last, units=pairing.units)
+        if destination.kind == "paged"
+        else [_state_span(one, destination, receive_request, pairing)]
+    )
     if receive_request.sources == 1:
         check_covered(pairing, receive_request.pool.manifest.optional_components)
     trimmed = any(span.trimmed for span in spans)
@@ -139,6 +139,16 @@ def _match_component(one: PageRange, chunk: SendChunk, source: SourcePool, recei
     )
 
 
+def _state_span(one: PageRange, destination: PageRange, receive_request: ReceiveRequest, pairing: Pairing) -> Span:
+    if pairing.units is not None:
+        raise GeometryMismatchError(
+            f"{one.component}: pages of {pairing.units.tokens * pairing.units.source} tokens at the source, "
+            f"{pairing.units.tokens * pairing.units.destination} at the destination, and windows are not cut",
+            field=one.field,
+        )
+    return state_span(one, destination, receive_request.request_id)
+
+
 def _pairing(source: SourcePool, destination: SourcePool, component: str) -> Pairing:
     """Return the pairing of two pools' entries, cached for as long as both pools live."""
     known = _pairings.setdefault(destination, weakref.WeakKeyDictionary()).setdefault(source, {})
@@ -153,24 +163,33 @@ def _planned_copies(
 ) -> tuple[tuple[PlannedCopy, ...], int]:
     """Return the copies of cells that no source fills yet, and how many entries a replica has covered completely."""
     wanted: list[Rows] = []
-    planned_copies = []
+    planned_copies: list[PlannedCopy] = []
+    units = None
+    if pairing.units is not None:
+        each = pairing.units.destination
+        units = sum(map(len, units_of(destination, each, pairing.units.tokens))), each
     for span in spans:
-        cells = cells_of(pairing, span.destination_start, span.destination_start + span.pages)
+        cells = cells_of(pairing, span.destination_start, span.destination_start + span.pages, units)
         for extent in receive_request.coverage[one.component].free_extents(cells, pairing.replicated):
             wanted.append(extent.rows)
-            planned_copies.append(_planned_copy(one, destination, pairing, span, extent))
+            cells = cells_of(pairing, extent.start, extent.stop, units)
+            planned_copies += _copies_of_extent(one, destination, pairing, span, extent, cells)
     rows = wanted[0] if len(wanted) == 1 else np.any(wanted, axis=0) if wanted else ()
     return tuple(planned_copies), len(pairing.pairs) - int(np.count_nonzero(rows))
 
 
-def _planned_copy(one: PageRange, destination: PageRange, pairing: Pairing, span: Span, extent: Extent) -> PlannedCopy:
-    """Return the planned copy of an extent of a span."""
-    source_start = span.source_start + extent.start - span.destination_start
-    source_ids = one.ids[source_start : source_start + extent.stop - extent.start]
-    plan = make_plan(pairing, source_ids, destination.ids[extent.start : extent.stop])
-    cells = cells_of(pairing, extent.start, extent.stop)
-    whole = PlannedCopy(one.component, cells, plan, pairing.pairs, source_start)
-    return whole if np.count_nonzero(extent.rows) == len(extent.rows) else _of(whole, extent.rows)
+def _copies_of_extent(
+    one: PageRange, destination: PageRange, pairing: Pairing, span: Span, extent: Extent, cells: Cells
+) -> Iterator[PlannedCopy]:
+    """Yield the planned copies of an extent of a span: one, or where pages are cut one of each cut, for the same cells.
+
+    They are of one transfer op, by which cells are counted.
+    """
+    source_at = span.source_start + extent.start - span.destination_start
+    for cut in cuts_of(pairing.units, source_at, extent.start, extent.stop - extent.start):
+        plan = plan_of_cut(pairing, one.ids, destination.ids, cut)
+        whole = PlannedCopy(one.component, cells, plan, pairing.pairs, cut)
+        yield whole if np.count_nonzero(extent.rows) == len(extent.rows) else _of(whole, extent.rows)
 
 
 def _of(planned_copy: PlannedCopy, rows: Rows) -> PlannedCopy:

@@ -606,10 +606,12 @@ def _segment_of(planned_copy: PlannedCopy, places: dict[int, int]) -> Segment:
     heads = tuple((pair.heads.source, pair.heads.count) if pair.heads else (0, 0) for pair in planned_copy.pairs)
     return Segment(
         component=planned_copy.component,
-        start=planned_copy.source_start,
+        start=planned_copy.cut.source_start,
         pages=len(planned_copy.plan.source.ids),
         entries=tuple(places[id(entry)] for entry in entries),
         heads=heads,
+        step=planned_copy.cut.source_step,
+        tokens=planned_copy.cut.source or (0, 0),
     )
 
 

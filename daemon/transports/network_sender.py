@@ -27,8 +27,8 @@ from kvferry.pools.copy_kernel import Copies
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.copies import FlatCopies, offset_of, total_segments
-from kvferry.pools.planning.geometry import Heads
-from kvferry.pools.planning.plan import PlanSide, make_side
+from kvferry.pools.planning.geometry import Heads, Tokens
+from kvferry.pools.planning.plan import PlanSide, every, make_side
 from kvferry.protocol.errors import (
     CancelledError,
     InternalError,
@@ -361,9 +361,10 @@ def _side_of(segment: Segment, remote_endpoint: RemoteEndpoint, chunk: int) -> P
     ranges = {one.component: one for one in remote_endpoint.send_request.chunks[chunk].ranges}
     if segment.component not in ranges or len(segment.heads) != len(segment.entries):
         raise InvalidFieldError(f"a segment of component {segment.component!r}", field="segments")
-    ids = ranges[segment.component].ids[segment.start : segment.start + segment.pages]
+    ids = every(ranges[segment.component].ids, segment.start, segment.step, segment.pages)
     wrong = [n for n in segment.entries if n >= len(entries) or entries[n].component != segment.component]
     if wrong or len(ids) != segment.pages or not segment.pages:
         raise InvalidFieldError(f"entry {wrong[:1]} or pages {segment.start}+{segment.pages}", field="segments")
     heads = [Heads(start, count) if count else None for start, count in segment.heads]
-    return make_side([entries[n] for n in segment.entries], heads, ids)
+    first, count = segment.tokens
+    return make_side([entries[n] for n in segment.entries], heads, ids, Tokens(first, count) if count else None)

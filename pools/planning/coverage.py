@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvferry.pools.planning.geometry import Heads
 from kvferry.pools.planning.pairing import Pairing
-from kvferry.protocol.errors import IncompleteError, PageOverlapError, UncoveredEntryError
+from kvferry.protocol.errors import GeometryMismatchError, IncompleteError, PageOverlapError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry
 
 Rows: TypeAlias = npt.NDArray[np.bool_]
@@ -35,12 +35,15 @@ class Cells(NamedTuple):
         start: first page, counted from the transfer's first page.
         stop: page after the last.
         heads: the heads of each row, counted within the entry; None in a row, or for all rows, means all heads.
+        units: into how many units the transfer's pages are cut, and how many of these a page has; then ``start`` and
+            ``stop`` count units. None: pages are not cut.
     """
 
     entries: npt.NDArray[np.intp]
     start: int
     stop: int
     heads: tuple[Heads | None, ...] | None = None
+    units: tuple[int, int] | None = None
 
     def of(self, rows: Rows) -> Cells:
         """Return the cells of the selected rows."""
@@ -56,16 +59,17 @@ class Extent(NamedTuple):
     stop: int
 
 
-def cells_of(pairing: Pairing, start: int, stop: int) -> Cells:
-    """Return the cells that the pairs fill on pages ``[start, stop)``, one row per pair."""
-    return Cells(pairing.destination_entries, start, stop, pairing.destination_heads)
+def cells_of(pairing: Pairing, start: int, stop: int, units: tuple[int, int] | None = None) -> Cells:
+    """Return the cells that the pairs fill on pages, or units, ``[start, stop)``, one row per pair."""
+    return Cells(pairing.destination_entries, start, stop, pairing.destination_heads, units)
 
 
 class Coverage:
     """The cells of one component of one transfer.
 
     The head axis of its grids has length 1 until heads are counted separately, then the largest number of heads of any
-    entry; an entry with fewer heads uses its last head for the rest of the axis.
+    entry; an entry with fewer heads uses its last head for the rest of the axis. The page axis counts units, those that
+    hold tokens, once a source has pages of another size.
     """
 
     def __init__(self, entries: Sequence[Entry], pages: int, optional_components: Collection[str]) -> None:
@@ -77,6 +81,8 @@ class Coverage:
             optional_components: components that no source has to cover.
         """
         self._entries = entries
+        self._pages = pages
+        self._units: tuple[int, int] | None = None
         self._required = np.array([entry.component not in optional_components for entry in entries], np.bool_)
         self._planned, self._arrived, self._waived = (np.zeros((len(entries), 1, pages), np.bool_) for _ in range(3))
 
@@ -92,7 +98,9 @@ class Coverage:
 
         Raises:
             PageOverlapError: names the first cell that already has a sender and must not.
+            GeometryMismatchError: pages of an earlier source are cut in another way.
         """
+        self._check_units(cells)
         parts = self._parts(cells) if np.count_nonzero(self._planned) else ()
         taken_parts = [
             (rows, heads, taken)
@@ -119,6 +127,7 @@ class Coverage:
 
     def plan(self, cells: Cells) -> None:
         """Mark the cells as planned; ``free_extents`` has returned all of them."""
+        self._separate_units(cells)
         self._separate_heads(cells)
         self._set(self._planned, cells, value=True)
 
@@ -179,7 +188,12 @@ class Coverage:
     @property
     def arrived_pages(self) -> int:
         """Return how many pages have arrived in every required entry with all heads; waived pages do not count."""
-        return int((self._arrived | ~self._required[:, None, None]).all(axis=(0, 1)).sum())
+        arrived = np.logical_and.reduce(self._arrived | ~self._required[:, None, None], axis=(0, 1))
+        if self._units is not None:
+            each = self._units[1]
+            arrived = np.append(arrived, np.ones(self._pages * each - len(arrived), np.bool_))
+            arrived = arrived.reshape(self._pages, each).all(axis=1)
+        return int(arrived.sum())
 
     def _parts(self, cells: Cells) -> Iterator[tuple[npt.NDArray[np.intp], slice]]:
         """Yield each part of the head axis, preceded by the rows that use it."""
@@ -206,6 +220,22 @@ class Coverage:
             return
         for rows, heads in self._parts(cells):
             grid[cells.entries[rows], heads, cells.start : cells.stop] = value
+
+    def _check_units(self, cells: Cells) -> None:
+        if cells.units != self._units and np.count_nonzero(self._planned):
+            raise GeometryMismatchError(
+                "the pages of this source hold another number of tokens than those of an earlier one", field="lists"
+            )
+
+    def _separate_units(self, cells: Cells) -> None:
+        """Count pages, or units, as the cells do."""
+        self._check_units(cells)
+        if cells.units != self._units:
+            self._units = cells.units
+            count = self._pages if cells.units is None else cells.units[0]
+            self._planned, self._arrived, self._waived = (
+                np.zeros((len(self._entries), 1, count), np.bool_) for _ in range(3)
+            )
 
     def _separate_heads(self, cells: Cells) -> None:
         """Expand the head axis of the grids if any of the cells has only some of its entry's heads."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -37,6 +37,15 @@ part of a row: ``CONV_4_4_8``.
 
 CHANNELS_FIRST = "CHANNELS_FIRST"
 """Begins the formats of such states as ``(slots, channels, window)``; the parts follow in the same way, if given."""
+
+TOKENS_OUTERMOST: Final = re.compile(r"ND|(KV|LATENT_ROPE)_\d+_\d+|FP8_(DS|ASCEND)_MLA(_\d+_\d+)?")
+HEADS_OUTERMOST: Final = re.compile(rf"{HND}(_KV_\d+_\d+)?")
+KEYS_IN_COLUMNS: Final = re.compile(rf"{HND}_KV_(\d+)_(\d+)_CPU_VEC(16)?")
+"""Formats whose pages can be cut by tokens. The last one is that of vLLM's vector kernels on CPUs: in each head first
+K, with a row for each element of a token, then V, with a row for each token."""
+
+MOST_PARTS: Final = 64
+"""Into how many kinds of parts pages of two sizes are cut."""
 
 _PARTS: Final = re.compile(f"(?:{CONV}|{CHANNELS_FIRST})((?:_[1-9][0-9]{{0,8}}){{1,16}})")
 
@@ -184,6 +193,46 @@ def ranks_with_heads(rank: int, size: int, prefill_size: int) -> tuple[range, in
         each = size // prefill_size
         return range(rank // each, rank // each + 1), each
     return range(prefill_size), size
+
+
+class Tokens(NamedTuple):
+    """Consecutive tokens of a page."""
+
+    first: int
+    number: int
+
+    @property
+    def stop(self) -> int:
+        """Return the token after the last one."""
+        return self.first + self.number
+
+
+class Units(NamedTuple):
+    """Into what pages of two sizes are cut to be exchanged: of so many ``tokens``, so many in a page of each side."""
+
+    tokens: int
+    source: int
+    destination: int
+
+    @property
+    def phases(self) -> int:
+        """Return after how many units both sides are at the beginning of a page again."""
+        return math.lcm(self.source, self.destination)
+
+
+def units_between(source: Entry, destination: Entry) -> Units | None:
+    """Return how pages of entries are cut that hold different numbers of tokens; None: they hold as many."""
+    ours, theirs = source.page_tokens, destination.page_tokens
+    if ours is None or theirs is None or ours == theirs:
+        return None
+    tokens = math.gcd(ours, theirs)
+    return Units(tokens, ours // tokens, theirs // tokens)
+
+
+def has_pages_of_tokens(entry: Entry) -> bool:
+    """Return whether it is known where each token of a page lies."""
+    form = entry.format or ""
+    return any(known.fullmatch(form) for known in (TOKENS_OUTERMOST, HEADS_OUTERMOST, KEYS_IN_COLUMNS))
 
 
 def intersect(one: Heads, other: Heads) -> Heads | None:

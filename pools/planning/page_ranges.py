@@ -9,6 +9,7 @@ from typing import NamedTuple, NoReturn
 import msgspec
 import numpy as np
 
+from kvferry.pools.planning.geometry import Units
 from kvferry.pools.planning.manifest import component_of, space_of
 from kvferry.pools.planning.page_ids import check_distinct, check_range
 from kvferry.protocol.base import PageList
@@ -69,7 +70,10 @@ class PageRange(msgspec.Struct, frozen=True):
 
 
 class Span(NamedTuple):
-    """Which part of a source's page list goes into which part of a destination's; indexes into the lists."""
+    """Which part of a source's page list goes into which part of a destination's; indexes into the lists.
+
+    Where the pages of both sides are cut into units, all of these count units, but for ``skipped_source_pages``.
+    """
 
     source_start: int
     destination_start: int
@@ -145,8 +149,18 @@ def lists_with_pages(ranges: Iterable[PageRange]) -> list[PageRange]:
     return [one for one in ranges if len(one.ids) and not one.shared]
 
 
-def paged_spans(one: PageRange, destination: PageRange, *, last: bool) -> list[Span]:
+def units_of(one: PageRange, each: int, tokens: int) -> list[range]:
+    """Return the logical units of a range, of so many tokens and ``each`` in a page, up to the last token."""
+    units = [range(pages.start * each, pages.stop * each) for pages in one.logical_pages]
+    if one.end_token is not None:
+        units[-1] = range(units[-1].start, min(units[-1].stop, -(-one.end_token // tokens)))
+    return units
+
+
+def paged_spans(one: PageRange, destination: PageRange, *, last: bool, units: Units | None = None) -> list[Span]:
     """Return the logical pages that both lists have, as spans without gaps; the first span counts the surplus pages.
+
+    ``units``: into which the pages are cut, where those of both sides hold different numbers of tokens.
 
     Source pages before the destination's first are skipped: it has that prefix already. ``last``: nothing follows, so
     both lists must end at the same token.
@@ -154,10 +168,17 @@ def paged_spans(one: PageRange, destination: PageRange, *, last: bool) -> list[S
     Raises:
         LengthMismatchError: the source goes past the destination's end, or the last tokens differ.
     """
-    if one.end_page > destination.end_page:
+    ours, theirs = one.logical_pages, destination.logical_pages
+    if units is not None:
+        ours, theirs = (
+            tuple(units_of(its, each, units.tokens))
+            for its, each in ((one, units.source), (destination, units.destination))
+        )
+    if ours[-1].stop > theirs[-1].stop:
+        what = "pages" if units is None else f"units of {units.tokens} tokens"
         raise LengthMismatchError(
-            f"{one.component}: source pages {one.start_page}..{one.end_page - 1} go past the receive request's "
-            f"{destination.start_page}..{destination.end_page - 1}",
+            f"{one.component}: source {what} {ours[0].start}..{ours[-1].stop - 1} go past the receive request's "
+            f"{theirs[0].start}..{theirs[-1].stop - 1}",
             field=one.field,
         )
     ends_known = one.end_token is not None and destination.end_token is not None
@@ -169,18 +190,18 @@ def paged_spans(one: PageRange, destination: PageRange, *, last: bool) -> list[S
         )
     spans = []
     source_at = 0
-    for ours in one.logical_pages:
+    for its in ours:
         destination_at = 0
-        for theirs in destination.logical_pages:
-            start, stop = max(ours.start, theirs.start), min(ours.stop, theirs.stop)
+        for wanted in theirs:
+            start, stop = max(its.start, wanted.start), min(its.stop, wanted.stop)
             if start < stop:
-                at = (source_at + start - ours.start, destination_at + start - theirs.start)
+                at = (source_at + start - its.start, destination_at + start - wanted.start)
                 spans.append(Span(*at, stop - start, 0))
-            destination_at += len(theirs)
-        source_at += len(ours)
+            destination_at += len(wanted)
+        source_at += len(its)
     if not spans:
-        return [Span(len(one.ids), 0, 0, len(one.ids))]
-    surplus = len(one.ids) - sum(span.pages for span in spans)
+        return [Span(source_at, 0, 0, len(one.ids))]
+    surplus = (source_at - sum(span.pages for span in spans)) // (1 if units is None else units.source)
     return [spans[0]._replace(skipped_source_pages=surplus), *spans[1:]]
 
 

@@ -9,26 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.pools.copy_kernel import Entries
 from kvferry.pools.planning.geometry import (
     CHANNELS_FIRST,
     CONV,
     HND,
+    MOST_PARTS,
     PAGE_HEADS,
     Heads,
+    Tokens,
+    Units,
+    has_pages_of_tokens,
     intersect,
     is_channels_first,
     page_rows,
     parts_of,
+    units_between,
 )
 from kvferry.pools.planning.manifest import check_unique, key_of
-from kvferry.pools.planning.plan import PlanSide, entries_between, make_side, slice_count
+from kvferry.pools.planning.plan import Sides, entries_between, make_side, slice_count
 from kvferry.pools.planning.scales import check_same_scales
 from kvferry.protocol.errors import GeometryMismatchError, ScaleMismatchError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry
@@ -38,6 +42,9 @@ MUST_AGREE = ("dtype", "format", "page_tokens", "head_start", "heads", "total_he
 
 MUST_AGREE_SLICED = ("page_tokens", "total_heads", "dtype", "format")
 """Fields that must be equal where the entries hold different heads; so must the bytes of one head of one token."""
+
+OF_THE_PAGE: Final = ("page_tokens", "page_bytes")
+"""Of these the fields that differ where pages of both sides hold different numbers of tokens, and are cut."""
 
 SLICEABLE_FORMATS = ("ND", PAGE_HEADS, HND, "KV_", f"{CONV}_", f"{CHANNELS_FIRST}_")
 """How the formats begin in which one head of one token, or of one page, is contiguous."""
@@ -68,18 +75,27 @@ class Pair(NamedTuple):
     @property
     def slices(self) -> int:
         """Return how many entries of a plan the pair is."""
-        return slice_count(self.source, None if self.heads is None else Heads(self.heads.source, self.heads.count))
+        heads = None if self.heads is None else Heads(self.heads.source, self.heads.count)
+        units = self.units
+        return slice_count(self.source, heads, None if units is None else Tokens(0, units.tokens))
+
+    @property
+    def units(self) -> Units | None:
+        """Return how the pages of both sides are cut; None: they hold as many tokens."""
+        return units_between(self.source, self.destination)
 
 
 class Pairing(msgspec.Struct, frozen=True, dict=True):
     """The pairs in the destination's order, the uncovered destination entries, and the number of unused source ones.
 
-    It is made once for two pools: what each plan needs of all pairs is computed once, too.
+    ``units``: how the pages of both sides are cut; None: they hold as many tokens. It is made once for two pools: what
+    each plan needs of all pairs is computed once, too.
     """
 
     pairs: tuple[Pair, ...]
     uncovered: tuple[Entry, ...]
     skipped_source_entries: int
+    units: Units | None = None
 
     @cached_property
     def pages(self) -> tuple[int, int]:
@@ -87,30 +103,28 @@ class Pairing(msgspec.Struct, frozen=True, dict=True):
         return min(pair.source.pages for pair in self.pairs), min(pair.destination.pages for pair in self.pairs)
 
     @cached_property
-    def sides(self) -> tuple[PlanSide, PlanSide]:
-        """Return both sides of a plan that has no pages yet.
+    def _sides(self) -> dict[tuple[Tokens | None, Tokens | None], Sides]:
+        return {}
+
+    def sides_of(self, parts: tuple[Tokens | None, Tokens | None]) -> Sides:
+        """Return both sides of a plan that has no pages yet, of which these parts are exchanged; None: whole pages.
 
         Raises:
-            GeometryMismatchError: an entry cannot be cut by the heads that are exchanged.
+            GeometryMismatchError: an entry cannot be cut by the heads or tokens that are exchanged.
         """
+        if parts not in self._sides:
+            self._sides[parts] = self._make_sides(*parts)
+        return self._sides[parts]
+
+    def _make_sides(self, our_part: Tokens | None, their_part: Tokens | None) -> Sides:
         ours = theirs = None
         if any(pair.heads for pair in self.pairs):
             ours = [Heads(pair.heads.source, pair.heads.count) if pair.heads else None for pair in self.pairs]
             theirs = [Heads(pair.heads.destination, pair.heads.count) if pair.heads else None for pair in self.pairs]
         none = np.empty(0, np.int64)
-        return (
-            make_side([pair.source for pair in self.pairs], ours, none),
-            make_side([pair.destination for pair in self.pairs], theirs, none),
-        )
-
-    @cached_property
-    def entries(self) -> Entries:
-        """Return what the copies of all plans share; see ``entries_between``.
-
-        Raises:
-            GeometryMismatchError: see ``sides``.
-        """
-        return entries_between(*self.sides)
+        source = make_side([pair.source for pair in self.pairs], ours, none, our_part)
+        destination = make_side([pair.destination for pair in self.pairs], theirs, none, their_part)
+        return Sides(source, destination, entries_between(source, destination))
 
     @cached_property
     def destination_entries(self) -> npt.NDArray[np.intp]:
@@ -154,7 +168,7 @@ def pair_entries(source: Sequence[Entry], destination: Sequence[Entry]) -> Pairi
         else:
             pairs.append(pair)
     _check_scales_travel(pairs, by_key, {key_of(entry) for entry in destination})
-    return Pairing(tuple(pairs), tuple(uncovered), len(source) - len(pairs))
+    return Pairing(tuple(pairs), tuple(uncovered), len(source) - len(pairs), _units_of(source, destination, pairs))
 
 
 def check_covered(pairing: Pairing, optional_components: Collection[str]) -> None:
@@ -173,24 +187,54 @@ def check_covered(pairing: Pairing, optional_components: Collection[str]) -> Non
 
 def _pair(source: Entry, destination: Entry, index: int) -> Pair | None:
     """Return the pair, or None if the entries have no head in common."""
+    units = units_between(source, destination)
+    if units is not None:
+        _check_cut(source, destination, index, units)
+    ignored = () if units is None else OF_THE_PAGE
     if (source.head_start, source.heads) != (destination.head_start, destination.heads):
         ours, theirs = _heads_of(source), _heads_of(destination)
         if ours and theirs:
             if (source.heads, source.total_heads) != (destination.heads, destination.total_heads):
                 _check_parts_known(source, destination, index)
             for field in MUST_AGREE_SLICED:
-                _check_field(source, destination, field, index)
+                if field not in ignored:
+                    _check_field(source, destination, field, index)
             common = intersect(ours, theirs)
             if common is None:
                 return None
-            _check_sliceable(source, destination, index)
+            if units is None:
+                _check_sliceable(source, destination, index)
             heads = HeadSlice(common.start - ours.start, common.start - theirs.start, common.count)
             our_part, their_part = Heads(heads.source, heads.count), Heads(heads.destination, heads.count)
             check_same_scales(source, destination, our_part, their_part, f"destination.entries[{index}].scales")
             return Pair(source, destination, index, heads)
-    _check_agreement(source, destination, index)
+    _check_agreement(source, destination, index, ignored)
     check_same_scales(source, destination, None, None, f"destination.entries[{index}].scales")
     return Pair(source, destination, index)
+
+
+def _units_of(source: Sequence[Entry], destination: Sequence[Entry], pairs: Iterable[Pair]) -> Units | None:
+    """Return how the pages of both sides are cut, of the first component that both have; None: they are not.
+
+    Raises:
+        GeometryMismatchError: a pair has pages that cannot be cut as its component's are.
+    """
+    ours: dict[str, Entry] = {}
+    units: dict[str, Units | None] = {}
+    for one in source:
+        if one.page_tokens is not None:
+            ours.setdefault(one.component, one)
+    for one in destination:
+        if one.page_tokens is not None and one.component in ours:
+            units.setdefault(one.component, units_between(ours[one.component], one))
+    for pair in pairs:
+        if pair.units != units.get(pair.destination.component):
+            raise GeometryMismatchError(
+                f"{pair.destination.name}: pages of the two sides hold different numbers of tokens, and what it has of "
+                "a page cannot be cut",
+                field=f"destination.entries[{pair.destination_index}].page_tokens",
+            )
+    return next(iter(units.values()), None)
 
 
 def _check_scales_travel(pairs: Iterable[Pair], source: Container[object], destination: Container[object]) -> None:
@@ -275,9 +319,39 @@ def _head_bytes(entry: Entry, index: int) -> int:
     return size
 
 
-def _check_agreement(source: Entry, destination: Entry, index: int) -> None:
+def _check_cut(source: Entry, destination: Entry, index: int, units: Units) -> None:
+    """Check that pages of different numbers of tokens can be cut."""
+    _check_field(source, destination, "format", index)
+    said = f"page_tokens is {source.page_tokens} at the source, {destination.page_tokens} at the destination"
+    field = f"destination.entries[{index}].page_tokens"
+    if not (has_pages_of_tokens(source) and has_pages_of_tokens(destination)):
+        raise GeometryMismatchError(
+            f"{destination.name}: {said}, and pages of format {destination.format or source.format} cannot be cut by "
+            "tokens",
+            field=field,
+        )
+    if units.phases > MOST_PARTS:
+        raise GeometryMismatchError(
+            f"{destination.name}: {said}: that are {units.phases} kinds of parts, at most {MOST_PARTS}", field=field
+        )
+    ours, theirs = _cell_bytes(source), _cell_bytes(destination)
+    if ours != theirs:
+        raise GeometryMismatchError(
+            f"{destination.name}: {said}, and a head of one token has {ours:g} bytes there, {theirs:g} here",
+            field=field,
+        )
+
+
+def _cell_bytes(entry: Entry) -> float:
+    return entry.page_bytes / ((entry.page_tokens or 1) * (entry.heads or 1))
+
+
+def _check_agreement(source: Entry, destination: Entry, index: int, ignored: Collection[str]) -> None:
     for field in MUST_AGREE:
-        _check_field(source, destination, field, index)
+        if field not in ignored:
+            _check_field(source, destination, field, index)
+    if ignored:
+        return
     ours, theirs = _token_shape(source), _token_shape(destination)
     if ours and theirs and ours != theirs:
         raise GeometryMismatchError(

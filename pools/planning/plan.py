@@ -7,9 +7,9 @@ like the entries' bases.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -17,7 +17,17 @@ import numpy.typing as npt
 
 from kvferry.pools import copy_kernel
 from kvferry.pools.copy_kernel import Copies, Entries
-from kvferry.pools.planning.geometry import Heads, page_rows, parts_of
+from kvferry.pools.planning.geometry import (
+    HEADS_OUTERMOST,
+    KEYS_IN_COLUMNS,
+    TOKENS_OUTERMOST,
+    Heads,
+    Tokens,
+    Units,
+    dtype_bytes,
+    page_rows,
+    parts_of,
+)
 from kvferry.pools.planning.page_ids import Runs, bounds, check_distinct, check_equal_length, check_range, coalesce
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import GeometryMismatchError, UncoveredEntryError
@@ -214,10 +224,65 @@ class BlockParts:
         return before + (int(self._run_starts[run] * self._page_bytes[entry]) if run else 0)
 
 
-def make_plan(pairing: Pairing, source_pages: PageIds, destination_pages: PageIds) -> Plan:
+class Sides(NamedTuple):
+    """Both sides of a plan that has no pages yet, and what ``entries_between`` returns for them."""
+
+    source: PlanSide
+    destination: PlanSide
+    entries: Entries
+
+
+class Cut(NamedTuple):
+    """Which pages of two lists exchange the same parts: every ``step``-th, so many ``pages``.
+
+    ``source`` and ``destination`` are the parts; None: whole pages.
+    """
+
+    source_start: int
+    source_step: int
+    destination_start: int
+    destination_step: int
+    pages: int
+    source: Tokens | None = None
+    destination: Tokens | None = None
+
+
+def cuts_of(units: Units | None, source_at: int, destination_at: int, count: int) -> Iterator[Cut]:
+    """Yield the cuts of so many consecutive units, which begin at these places of both lists; None: of pages."""
+    if units is None:
+        yield Cut(source_at, 1, destination_at, 1, count)
+        return
+    steps = units.phases // units.source, units.phases // units.destination
+    for first in range(min(units.phases, count)):
+        ours, our_part = divmod(source_at + first, units.source)
+        theirs, their_part = divmod(destination_at + first, units.destination)
+        parts = [Tokens(part * units.tokens, units.tokens) for part in (our_part, their_part)]
+        yield Cut(ours, steps[0], theirs, steps[1], -(-(count - first) // units.phases), *parts)
+
+
+def every(ids: PageIds, start: int, step: int, count: int) -> PageIds:
+    """Return every ``step``-th of a list's pages from ``start`` on, at most ``count`` of them."""
+    return np.ascontiguousarray(ids[start : start + (count - 1) * step + 1 : step])
+
+
+def plan_of_cut(pairing: Pairing, source_pages: PageIds, destination_pages: PageIds, cut: Cut) -> Plan:
+    """Return the plan of a cut of two lists; see ``make_plan``."""
+    ours = every(source_pages, cut.source_start, cut.source_step, cut.pages)
+    theirs = every(destination_pages, cut.destination_start, cut.destination_step, cut.pages)
+    return make_plan(pairing, ours, theirs, parts=(cut.source, cut.destination))
+
+
+def make_plan(
+    pairing: Pairing,
+    source_pages: PageIds,
+    destination_pages: PageIds,
+    *,
+    parts: tuple[Tokens | None, Tokens | None] = (None, None),
+) -> Plan:
     """Check the page lists against every pair and return the plan.
 
-    A source page may be listed twice (it is only read), a destination page may not.
+    A source page may be listed twice (it is only read), a destination page may not. ``parts``: of each page of either
+    side; None: whole pages.
 
     Raises:
         UncoveredEntryError: no source entry has a destination entry.
@@ -230,16 +295,21 @@ def make_plan(pairing: Pairing, source_pages: PageIds, destination_pages: PageId
     check_range(source_pages, source_has, "source_pages")
     check_range(destination_pages, destination_has, "destination_pages")
     check_distinct(destination_pages, "destination_pages")
-    source, destination = pairing.sides
+    source, destination, entries = pairing.sides_of(parts)
     return Plan(
         msgspec.structs.replace(source, ids=source_pages),
         msgspec.structs.replace(destination, ids=destination_pages),
         coalesce(source_pages, destination_pages),
-        pairing.entries,
+        entries,
     )
 
 
-def make_side(entries: Sequence[Entry], heads: Sequence[Heads | None] | None, ids: PageIds) -> PlanSide:
+def make_side(
+    entries: Sequence[Entry],
+    heads: Sequence[Heads | None] | None,
+    ids: PageIds,
+    tokens: Tokens | None = None,
+) -> PlanSide:
     """Return one side of a plan, from that side's entries alone.
 
     Args:
@@ -247,31 +317,40 @@ def make_side(entries: Sequence[Entry], heads: Sequence[Heads | None] | None, id
         heads: the exchanged heads of each entry, counted within the entry; None, or None in an entry's position, for
             whole pages.
         ids: this side's pages, already checked.
+        tokens: of each page; None: all.
 
     Raises:
-        GeometryMismatchError: an entry cannot be cut by these heads.
+        GeometryMismatchError: an entry cannot be cut by these heads or tokens.
     """
-    if heads is None or not any(heads):
+    if tokens is None and (heads is None or not any(heads)):
         base = np.array([entry.base for entry in entries], np.uint64)
         page_bytes = np.array([entry.page_bytes for entry in entries], np.uint64)
         ones, zeros = np.ones(len(entries), np.uint64), np.zeros(len(entries), np.uint64)
         return PlanSide(base, page_bytes, ones, page_bytes, zeros, page_bytes, ids)
     slices = [
         (entry.base, entry.page_bytes, *one)
-        for entry, its in zip(entries, heads, strict=True)
-        for one in _slices_of(entry, its)
+        for entry, its in zip(entries, heads or [None] * len(entries), strict=True)
+        for one in _slices_of(entry, its, tokens)
     ]
     base, page_bytes, rows, row_bytes, slice_offset, slice_bytes = np.ascontiguousarray(np.array(slices, np.uint64).T)
     return PlanSide(base, page_bytes, rows, row_bytes, slice_offset, slice_bytes, ids)
 
 
-def slice_count(entry: Entry, heads: Heads | None) -> int:
-    """Return how many entries of a plan an entry is, of which these heads are exchanged: one, or its parts."""
+def slice_count(entry: Entry, heads: Heads | None, tokens: Tokens | None = None) -> int:
+    """Return how many entries of a plan an entry is, of which these heads and tokens are exchanged."""
+    if tokens is not None:
+        return len(_slices_of(entry, heads, tokens))
     return 1 if heads is None else len(parts_of(entry.format) or (1,))
 
 
-def _slices_of(entry: Entry, heads: Heads | None) -> list[tuple[int, int, int, int]]:
-    """Return (rows, row_bytes, slice_offset, slice_bytes), of each part."""
+_Slice: TypeAlias = tuple[int, int, int, int]
+"""``rows``, ``row_bytes``, ``slice_offset``, ``slice_bytes`` of a ``PlanSide``."""
+
+
+def _slices_of(entry: Entry, heads: Heads | None, tokens: Tokens | None) -> list[_Slice]:
+    """Return each part of an entry that is exchanged."""
+    if tokens is not None:
+        return _token_slices(entry, heads or Heads(0, entry.heads or 1), tokens)
     if heads is None:
         return [(1, entry.page_bytes, 0, entry.page_bytes)]
     rows, held = page_rows(entry) or 0, entry.heads or 0
@@ -290,6 +369,45 @@ def _slices_of(entry: Entry, heads: Heads | None) -> list[tuple[int, int, int, i
         head_bytes = part_bytes // held
         slices.append((rows, row_bytes, first + heads.start * head_bytes, heads.count * head_bytes))
         first += part_bytes
+    return slices
+
+
+def _token_slices(entry: Entry, heads: Heads, tokens: Tokens) -> list[_Slice]:
+    """Return some tokens of a page. Both sides have as many slices, each of as many rows or of adjoining ones."""
+    form, held, size = entry.format or "", entry.heads or 1, entry.page_tokens or 0
+    columns = KEYS_IN_COLUMNS.fullmatch(form)
+    is_inside = heads.start >= 0 and heads.count >= 1 and heads.stop <= held
+    is_inside &= tokens.first >= 0 and tokens.number >= 1 and tokens.stop <= size
+    is_known = bool(columns or TOKENS_OUTERMOST.fullmatch(form) or HEADS_OUTERMOST.fullmatch(form))
+    cell, rest = divmod(entry.page_bytes, max(1, size * held))
+    if columns:
+        is_known &= cell == (int(columns[1]) + int(columns[2])) * dtype_bytes(entry.dtype or "uint8")
+    if rest or not (is_inside and is_known):
+        raise GeometryMismatchError(
+            f"{entry.name}: pages of {size} tokens, {held} heads and format {entry.format} cannot be cut into tokens "
+            f"{tokens.first}..{tokens.stop - 1} of heads {heads.start}..{heads.stop - 1}",
+            field="page_tokens",
+        )
+    if columns:
+        return _slices_of_columns(entry, heads, tokens, (int(columns[1]), int(columns[2])))
+    if HEADS_OUTERMOST.fullmatch(form):
+        row = size * cell
+        return [(heads.count, row, heads.start * row + tokens.first * cell, tokens.number * cell)]
+    row = held * cell
+    if heads.count == held:
+        return [(1, row, tokens.first * row, tokens.number * row)]
+    return [(tokens.number, row, tokens.first * row + heads.start * cell, heads.count * cell)]
+
+
+def _slices_of_columns(entry: Entry, heads: Heads, tokens: Tokens, widths: tuple[int, int]) -> list[_Slice]:
+    """Return K and V of each head, of tokens whose K is a column; see ``KEYS_IN_COLUMNS``."""
+    size, element = entry.page_tokens or 0, dtype_bytes(entry.dtype or "uint8")
+    row, (k, v) = size * element, widths
+    slices = []
+    for head in range(heads.start, heads.stop):
+        start = head * row * (k + v)
+        slices.append((k, row, start + tokens.first * element, tokens.number * element))
+        slices.append((1, row * v, start + row * k + tokens.first * v * element, tokens.number * v * element))
     return slices
 
 

@@ -54,7 +54,8 @@ CASES: Final = {
     ),
     "FIA-NZ pages against ND pages": Case(MHA, (replace(MHA, view="nz"),)),
     "FIA-NZ pages at different TP sizes": Case(replace(MHA, view="nz"), (replace(HALF, view="nz"),)),
-    "page sizes that differ": Case(MHA, (replace(MHA, page_size=8),), tokens=TOKENS),
+    "page sizes that differ, of FIA-NZ pages": Case(replace(MHA, view="nz"), (replace(MHA, view="nz", page_size=8),)),
+    "page sizes that differ, of windows": Case(WINDOWS, (replace(WINDOWS, page_size=8),)),
     "dtypes that differ": Case(MHA, (replace(MHA, dtype="float16"),)),
     "fixed scales of 8-bit keys or values that differ": Case(
         replace(MHA, dtype="int8", k_scale=0.5), (replace(MHA, dtype="int8", k_scale=0.25),)

@@ -89,7 +89,6 @@ def test_prefill_dies(kept_daemon: Daemon, plain: Plain, tmp_path: Path) -> None
 
 
 OTHERS: Final[dict[str, tuple[dict[str, Any], tuple[str, ...]]]] = {
-    "block-size": ({"block_size": 64}, ("64", "32")),
     "dtype": ({"dtype": "bfloat16"}, ("MODEL_MISMATCH", "-bfloat16-", "-float32-")),
     "model": ({"model": SMOLLM2}, (SMOLLM2, TINY_MHA)),
 }

@@ -30,6 +30,7 @@ from tests.vllm.servers import BLOCK
 pytestmark = pytest.mark.long
 
 PROMPTS: Final = [prompt(length, seed) for seed, length in enumerate((1, BLOCK, BLOCK + 1, 300))]
+"""Of one token, of a block, and of no multiple of any block size."""
 HALVED: Final = [prompt(5 * CHUNK, seed) for seed in (10, 11, 12)]
 WIPED: Final = [prompt(200, seed) for seed in range(20, 24)]
 
@@ -107,6 +108,28 @@ def test_unequal_ranks(plain: Plain, tmp_path: Path, name: str) -> None:
             with pair.counts("transfers.receive.ok", one.decode):
                 (answer,) = pair.decode.ask(Asked(other, params=params))
             assert [answer.tokens] != plain.tokens(other, model=one.model)
+        pair.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("prefill", "decode", "apart"), [(32, 64, False), (64, 32, False), (96, 64, True)])
+def test_block_sizes_that_differ(plain: Plain, tmp_path: Path, prefill: int, decode: int, *, apart: bool) -> None:
+    """Prompts that are no multiple of either, in chunks and with a prefix at decode; two ranks to one, where apart."""
+    sides: dict[str, Any] = {
+        "prefill_options": {"block_size": prefill, **ranks(2 if apart else 1)},
+        "decode_options": {"block_size": decode},
+    }
+    with contextlib.ExitStack() as stack:
+        dirs = [stack.enter_context(kit.daemon(HOST_TIER)).runtime_dir for _ in range(1 + apart)]
+        dirs = [dirs[0], dirs[-1]]
+        pair = stack.enter_context(running_pair(tmp_path, dirs, model=TINY_GQA, prefill=NEVER, decode=NEVER, **sides))
+        longer = (*PROMPTS[-1], *prompt(70, seed=30))
+        assert pair.handed_on(*PROMPTS) == plain.tokens(*PROMPTS, model=TINY_GQA)
+        assert pair.handed_on(longer) == plain.tokens(longer, model=TINY_GQA)
+        (params,) = pair.prefilled(WIPED[0])
+        wipe(pair.client, params["remote_pool"], params["remote_tp_size"], (0,))
+        with pair.counts("transfers.receive.ok", 1):
+            (answer,) = pair.decode.ask(Asked(WIPED[0], params=params))
+        assert [answer.tokens] != plain.tokens(WIPED[0], model=TINY_GQA)
         pair.assert_nothing_left()
 
 
