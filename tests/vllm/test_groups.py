@@ -1,4 +1,4 @@
-"""Models of several KV cache groups: windows and states beside full attention, from prefill to decode and in the cache.
+"""Models of several KV cache groups: windows beside full attention, from prefill to decode and in the cache.
 
 Each group has a block table of its own, and needs another part of a prompt: what has come of it is counted, and what is
 wiped of any group changes the tokens.
