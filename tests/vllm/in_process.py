@@ -483,11 +483,15 @@ def received(served: Served, name: str) -> None:
     served.step_until(lambda: whole in served.scheduler.finished_recving_kv_req_ids)
 
 
+def blocks_of(served: Served, name: str) -> list[list[int]]:
+    """Return the blocks that a request has, of each group."""
+    return [list(ids) for ids in served.scheduler.kv_cache_manager.get_block_ids(served.request(name).request_id)]
+
+
 def zeroed(served: Served, name: str, group: int = 0) -> None:
     """Write zeros to the blocks that a request has in a group."""
-    ids = served.scheduler.kv_cache_manager.get_block_ids(served.request(name).request_id)[group]
     for layer in served.runner.kv_caches:  # those of other groups are in the same memory, in other blocks
-        layer[list(ids)] = 0
+        layer[blocks_of(served, name)[group]] = 0
 
 
 def layers_told(served: Served, kill: int | None = None) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from tests.vllm.in_process import (
     EngineFailedError,
     Pair,
     Plain,
+    blocks_of,
     by_hand,
     engine,
     preempted,
@@ -83,19 +84,25 @@ def test_decode_has_the_very_states_and_rows(pair: Pair, model: str) -> None:
     with by_hand(pair.decode):
         name = pair.decode.add(Asked(one, params=params))
         pair.decode.call(received, name)
-        sides = [pages_of(client, kind, model) for client, kind in ((pair.client, "prefill"), (pair.other, "decode"))]
-        assert len(sides[0]) == len(sides[1]) == GROUPS[model]
-        assert all(theirs and theirs <= ours for ours, theirs in zip(*sides, strict=True))
+        blocks = pair.decode.call(blocks_of, name)
+        there = pages_of(pair.client, "prefill", model)
+        here = pages_of(pair.other, "decode", model)
+        assert len(there) == len(here) == len(blocks) == GROUPS[model]
+        for ids, ours, theirs in zip(blocks, here, there, strict=True):
+            found = [ours[block] for block in ids if block]
+            assert found
+            assert all(any(one) for one in found)
+            assert set(found) <= set(theirs)
         pair.decode.wait(name)
 
 
-def pages_of(client: Client, kind: str, model: str) -> list[set[bytes]]:
-    """Return what an engine's pool has in the pages that have anything, of each group."""
+def pages_of(client: Client, kind: str, model: str) -> list[list[bytes]]:
+    """Return what an engine's pool has in each page, of each group."""
     pools = client.status().pools
     (name,) = [one.pool for one in pools if kind in one.pool and one.model and one.model.name.endswith(model)]
     with contextlib.closing(client.attach_pool(name)) as pool:
         arrays = [pool.array(one.name, "k") for one in pool.manifest.components]
-        return [{one.tobytes() for one in array.swapaxes(0, 1)[1:] if one.any()} for array in arrays]
+        return [[one.tobytes() for one in array.swapaxes(0, 1)] for array in arrays]
 
 
 def test_decode_first_while_prefill_computes(pair: Pair, plain: Plain, model: str) -> None:
@@ -103,7 +110,8 @@ def test_decode_first_while_prefill_computes(pair: Pair, plain: Plain, model: st
     with pair.counts("transfers.receive.ok", 1):
         names, [to_prefill] = pair.awaited(one)
         with by_hand(pair.prefill):
-            other = pair.half_prefilled(one, to_prefill, chunks=2)
+            other = pair.prefill.add(Asked(one, 1, to_prefill))
+            pair.prefill.call(stepped, 2)
             pair.prefill.wait(other)
         (answer,) = pair.decode.wait(*names)
     assert_tokens([answer.tokens], plain, model, one)
