@@ -26,7 +26,7 @@ from tests.kit.started import Started, started
 
 pytestmark = pytest.mark.any_device
 
-SOON_S = 20.0
+SOON_S = 120.0
 VICTIMS = Path(__file__).with_name("victims.py")
 
 

@@ -31,7 +31,7 @@ from kvferry.clients import Client
 from kvferry.protocol.session_messages import StatusReport, TransferStatus
 from tests.kit.folders import REPOSITORY
 
-UP_S: Final = 240.0
+UP_S: Final = 600.0
 END_S: Final = 30.0
 REPLY_S: Final = 120.0
 LOOK_EVERY_S: Final = 0.1
