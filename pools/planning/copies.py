@@ -9,6 +9,7 @@ memmove copies everything. Callers have checked every address.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Iterator
 from typing import Final, NamedTuple, Protocol
@@ -285,7 +286,7 @@ def memory_runs(side: PlanSide, memory_address: int, first: int, stop: int) -> l
 
 # -- segments as gather cells: equal-width rows of a two-dimensional view, from which a device gathers by row index.
 #
-# A whole page is one cell; a slice of a page is cut into cells of gcd(row bytes, slice bytes). Contains no device code.
+# A whole page is one cell; a slice of a page is cut into cells of gcd(page, row, slice bytes). Contains no device code.
 # Not the coverage cells of docs/architecture.md, "Words".
 
 
@@ -343,7 +344,7 @@ def _of_entry(side: PlanSide, entry: int, ids: PageIds, flat: int) -> Cells:
     if side.slice_bytes[entry] == side.page_bytes[entry]:
         return Cells(base, page_bytes, ids, flat)
     rows, row_bytes, slice_bytes = (int(one[entry]) for one in (side.rows, side.row_bytes, side.slice_bytes))
-    cell = int(np.gcd(row_bytes, slice_bytes))
-    row_numbers = (ids[:, None] * rows + np.arange(rows)).reshape(-1, 1)
-    numbers = (row_numbers * (row_bytes // cell) + np.arange(slice_bytes // cell)).reshape(-1)
+    cell = math.gcd(page_bytes, row_bytes, slice_bytes)
+    row_numbers = ids[:, None] * (page_bytes // cell) + np.arange(rows) * (row_bytes // cell)
+    numbers = (row_numbers.reshape(-1, 1) + np.arange(slice_bytes // cell)).reshape(-1)
     return Cells(base + int(side.slice_offset[entry]), cell, numbers, flat)
