@@ -83,7 +83,6 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)  # the first one runs them all
 @pytest.mark.parametrize("name", [*ON_THE_HOST, TRACE])
 def test_a_benchmark_leaves_well_formed_rows(reports: dict[str, Report], name: str, require: Require) -> None:
     require(name in reports, MOONCAKE)
@@ -108,7 +107,6 @@ def check_report(report: Report, name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 def test_the_daemons_cache_hits_what_the_simulated_one_does(reports: dict[str, Report]) -> None:
     rows = [
         row for row in reports[TRACE].rows if row.name.startswith("trace/replay/") and row.name.endswith("hit_rate")

@@ -156,7 +156,7 @@ def life() -> Iterator[Daemon]:
         yield one
 
 
-@pytest.mark.timeout(120 + 40 * KILLS)
+@pytest.mark.timeout(900 + 60 * KILLS)
 def test_graphs_and_pages_outlive_their_daemons(life: Daemon, simulator: Simulator) -> None:
     random = Random(44)  # noqa: S311
     told: list[Reconnected] = []
