@@ -158,6 +158,7 @@ def test_start_answer_and_stop(machine: Machine) -> None:
     ]
     assert machine.shell("stat -c '%a %U %G' /run/kvferry/test/*.sock").splitlines() == [
         "660 kvferry kvferry",  # control
+        "660 kvferry kvferry",  # metrics
         "600 kvferry kvferry",  # peer
         "660 kvferry kvferry",  # session
     ]
