@@ -82,7 +82,7 @@ class Weights:
         return b"".join(part.ljust(HASH_BYTES, b"\0") for part in (prompt, self.now, self._draft))
 
     def difference(self, theirs: bytes, prompt: bytes) -> str:
-        """Return in what a prompt's blocks are not this server's own; empty: they are."""
+        """Return what a prompt's blocks have been computed with that this server has not; empty: nothing."""
         ours, both = self.told(prompt), 2 * HASH_BYTES
         if len(theirs) != len(ours) or theirs[:both] != ours[:both]:
             return "another prompt, or the same one with another adapter or other weights"

@@ -26,7 +26,7 @@ KEPT: Final = 10.0
 EXPOSITION: Final = "kvferry.daemon.services.exposition"
 
 Source = Callable[[Asker], Iterable[Sample | None]]
-"""Yields samples, and None where it may be paused; told who asks."""
+"""Yields samples for somebody who asks, and None wherever it may be paused."""
 
 log = structlog.get_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""The socket on which metrics are read: what it answers, and that nobody who connects can hold it up."""
+"""The socket for metrics: what it answers, and that no client can hold it up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LARGE = bytes(32 << 20)
 
 
 class Served:
-    """A socket that serves two pages, and who has asked."""
+    """A socket that serves two pages, and remembers its clients."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -99,7 +99,7 @@ async def test_one_who_does_not_read_is_closed_in_time(tmp_path: Path, monkeypat
             slow.connect(str(one.path))
             slow.sendall(b"GET /large HTTP/1.1\r\n\r\n")
             hung_up = asyncio.get_running_loop().create_future()
-            # What is sent to one who has closed fails: the only sign that reads nothing.
+            # Sending to a closed connection fails: only so a client that reads nothing sees it.
             while not hung_up.done():
                 await asyncio.sleep(0)
                 try:
