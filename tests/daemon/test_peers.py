@@ -31,7 +31,7 @@ from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.protocol.base import PageList
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.config.schema import PeersConfig
-from kvferry.protocol.errors import InvalidFieldError, TooLargeError
+from kvferry.protocol.errors import ErrorInfo, InvalidFieldError, TooLargeError
 from kvferry.protocol.ids import new_boot_id, new_key
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.peer_messages import (
@@ -53,7 +53,7 @@ HEARTBEAT = Heartbeat(50, 400)
 PATIENT = Heartbeat(10_000, 30_000)
 LOOPBACK = {"tcp": "tcp://127.0.0.1:0", "tcp6": "tcp://[::1]:0"}
 LARGE = ReceiveClosed(
-    receive_request=ReceiveName("0" * 32, "pool", 0, 1), moved=tuple(itertools.repeat((1, 1, 1), 150_000))
+    receive_request=ReceiveName("0" * 32, "pool", 0, 1), error=ErrorInfo(code="POOL_LOST", detail="x" * 600_000)
 )
 """600 kB: more than a Unix socket buffers."""
 
@@ -426,11 +426,17 @@ async def test_unauthenticated_peers_can_have_few_addresses_called(
     daemon, other = start(tmp_path / "peer.sock", LOOPBACK["tcp"]), start(tmp_path / "other.sock", LOOPBACK["tcp"])
     for port in range(1, 1 + 4 * peers.GUESTS_PER_HOST):
         await scripted.say(daemon, OpEnded(op=1), address=f"tcp://127.0.0.1:{port}")
-    await daemon.counts("peers.guests_refused", 3 * peers.GUESTS_PER_HOST)
-    assert len(states(daemon)) == peers.GUESTS_PER_HOST
+
+    def all_are_counted() -> bool:
+        counts, called = daemon.counters.snapshot(), len(states(daemon))
+        assert called <= peers.GUESTS_PER_HOST
+        called += counts.get("peers.dropped", 0)  # one that was slow to be called gives way to the next
+        return counts.get("peers.guests_refused", 0) + called == 4 * peers.GUESTS_PER_HOST
+
+    await daemon.until(all_are_counted)
+    assert daemon.counters.snapshot()["peers.guests_refused"] > 0
     await daemon.meets(other)
-    await daemon.counts("peers.dropped", peers.GUESTS_PER_HOST)
-    assert states(daemon) == [(other.address, "up")]
+    await daemon.until(lambda: states(daemon) == [(other.address, "up")])
 
 
 async def test_who_proves_nothing_for_long_is_cut_off(
