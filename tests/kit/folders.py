@@ -22,6 +22,8 @@ TINY_ASCEND: Final = "tiny-ascend"
 """MHA: 3 layers, 2 KV heads of 128, as Ascend's kernels want them. For SGLang on an NPU."""
 TINY_WINDOWS: Final = "tiny-windows"
 """MHA: 4 layers, 2 KV heads of 32, every other one of a window of 96 tokens. For SGLang."""
+TINY_SINKS: Final = "tiny-sinks"
+"""MHA: 4 layers, a KV head of 192 (K) and 128 (V), every other one of a window, with sinks. For SGLang on an NPU."""
 WINDOW: Final = 96
 """Tokens of a sliding window of these models."""
 TINY_GEMMA: Final = "tiny-gemma"

@@ -5,8 +5,8 @@ ranks. ``tiny-mla`` is a MiniCPM3: of SGLang's MLA models it alone always attend
 expands them for a prompt with no cached prefix, and on a CPU no attention backend of SGLang has both.
 ``tiny-deepseek`` is a DeepSeek V3 without experts: of vLLM's MLA models on a CPU, those of its rows alone.
 ``tiny-gemma``, ``tiny-oss`` and ``tiny-granite`` are a Gemma 3, a gpt-oss and a Granite 4, of several KV cache groups.
-``tiny-windows`` is a Spark 2.5, whose windows SGLang keeps in a pool of their own, ``tiny-conv`` an LFM2 and
-``tiny-delta`` a Qwen3-Next.
+``tiny-windows`` is a Spark 2.5, whose windows SGLang keeps in a pool of their own, and ``tiny-sinks`` a MiMo-V2-Flash,
+for SGLang's graphs on an NPU; ``tiny-conv`` is an LFM2 and ``tiny-delta`` a Qwen3-Next.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,6 +45,7 @@ from tests.kit.folders import (
     TINY_MHA,
     TINY_MLA,
     TINY_OSS,
+    TINY_SINKS,
     TINY_WINDOWS,
     WINDOW,
 )
@@ -127,7 +129,8 @@ def main() -> None:
     for name, config in made.items():
         save_random(config, folder / name)
     save_windows(folder / TINY_WINDOWS)
-    for name in (*made, TINY_WINDOWS):
+    save_sinks(folder / TINY_SINKS)
+    for name in (*made, TINY_WINDOWS, TINY_SINKS):
         for file in demo.glob("tokenizer*"):
             shutil.copy(file, folder / name)
 
@@ -175,11 +178,8 @@ def save_random(config: Any, folder: Path) -> None:  # noqa: ANN401  a model's c
 
 def save_windows(folder: Path) -> None:
     """Save a random Spark 2.5, which transformers does not know."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    hidden, inner, heads, kv_heads, dim = COMMON["hidden_size"], COMMON["intermediate_size"], 4, 2, 32
+    hidden, heads, kv_heads, dim = COMMON["hidden_size"], 4, 2, 32
     config = {
-        **COMMON,
         "architectures": ["Spark2_5ForCausalLM"],
         "model_type": "spark2_5",
         "num_attention_heads": heads,
@@ -190,25 +190,75 @@ def save_windows(folder: Path) -> None:
         "sliding_window": WINDOW,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "rms_norm_eps": 1e-6,
-        "torch_dtype": "float32",
     }
-    (folder / "config.json").write_text(json.dumps(config))
+    attention = {
+        "q_k_v_proj": ((heads + 2 * kv_heads) * dim, hidden),
+        "g_proj": (heads, hidden),
+        "out_proj": (hidden, heads * dim),
+    }
+    save_weights(folder, config, [attention] * 4)
+
+
+def save_sinks(folder: Path) -> None:
+    """Save a random MiMo-V2-Flash without experts, under the names that SGLang reads."""
+    hidden, heads, kv_heads, wide, narrow = COMMON["hidden_size"], 2, 1, 192, 128
+    config = {
+        "architectures": ["MiMoV2FlashForCausalLM"],
+        "model_type": "mimo_v2_flash",
+        "num_hidden_layers": 4,
+        **{f"{of}num_attention_heads": heads for of in ("", "swa_")},
+        **{f"{of}num_key_value_heads": kv_heads for of in ("", "swa_")},
+        **{f"{of}head_dim": wide for of in ("", "swa_")},
+        **{f"{of}v_head_dim": narrow for of in ("", "swa_")},
+        **dict.fromkeys(("sliding_window", "sliding_window_size"), WINDOW),
+        "hybrid_layer_pattern": [1, 0] * 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "moe_layer_freq": [0] * 4,
+        "mlp_layer_types": ["dense"] * 4,
+        "n_routed_experts": 1,
+        "num_experts_per_tok": 1,
+        "add_swa_attention_sink_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.334},
+        "layernorm_epsilon": 1e-6,
+    }
+    attention = {
+        "q_proj": (heads * wide, hidden),
+        "k_proj": (kv_heads * wide, hidden),
+        "v_proj": (kv_heads * narrow, hidden),
+        "o_proj": (hidden, heads * narrow),
+    }
+    save_weights(
+        folder, config, [attention] * 4, {f"model.layers.{one}.self_attn.attention_sink_bias" for one in (0, 2)}
+    )
+
+
+def save_weights(
+    folder: Path, config: dict[str, Any], attentions: list[dict[str, tuple[int, int]]], sinks: Iterable[str] = ()
+) -> None:
+    """Save a random model that transformers cannot make.
+
+    Args:
+        folder: where.
+        config: more than ``COMMON``.
+        attentions: the shapes of each layer's projections.
+        sinks: names of vectors of a number for each head.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**COMMON, **config, "torch_dtype": "float32"}))
+    hidden, inner = COMMON["hidden_size"], COMMON["intermediate_size"]
     shapes = {"model.embed_tokens": (COMMON["vocab_size"], hidden), "lm_head": (COMMON["vocab_size"], hidden)}
     norms = ["model.norm"]
-    for layer in range(4):
+    for layer, attention in enumerate(attentions):
         block = f"model.layers.{layer}."
-        shapes |= {
-            f"{block}self_attn.q_k_v_proj": ((heads + 2 * kv_heads) * dim, hidden),
-            f"{block}self_attn.g_proj": (heads, hidden),
-            f"{block}self_attn.out_proj": (hidden, heads * dim),
-            f"{block}mlp.gate_proj": (inner, hidden),
-            f"{block}mlp.up_proj": (inner, hidden),
-            f"{block}mlp.down_proj": (hidden, inner),
-        }
+        shapes |= {f"{block}self_attn.{name}": shape for name, shape in attention.items()}
+        shapes |= {f"{block}mlp.{name}": (inner, hidden) for name in ("gate_proj", "up_proj")}
+        shapes[f"{block}mlp.down_proj"] = hidden, inner
         norms += [f"{block}input_layernorm", f"{block}post_attention_layernorm"]
     chance = torch.Generator().manual_seed(16)
     weights = {f"{name}.weight": torch.randn(shape, generator=chance) * SPREAD for name, shape in shapes.items()}
     weights |= {f"{name}.weight": torch.ones(hidden) for name in norms}
+    weights |= {name: torch.randn(config["num_attention_heads"], generator=chance) for name in sinks}
     save_file(weights, folder / "model.safetensors")
 
 

@@ -12,8 +12,7 @@ from typing import Final, get_args
 from kvferry.clients.engine_pool import Memory
 from kvferry.clients.sglang import carried, pools
 from tests.kit.folders import REPOSITORY, SMOLLM2, TINY_MHA, TINY_MLA
-from tests.sglang.npu.pools import KINDS as ASCEND
-from tests.sglang.npu.pools import SERVED
+from tests.sglang.npu.pools import HYBRIDS, KINDS, SERVED
 from tests.sglang.test_configurations import CONFIGURATIONS
 from tests.sglang.test_draft_servers import SIDES_THAT_DRAFT
 from tests.sglang.test_ranks import PAIRS, TOPOLOGIES, Kind
@@ -48,11 +47,12 @@ def _between(what: str) -> dict[str, list[str]]:
     return {name.removeprefix(f"{what} "): [f"{BETWEEN}[{name}]"] for name in PAIRS if name.startswith(what)}
 
 
-def _ascend() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+def _ascend(found: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Add the tests on NPUs to those of SGLang's other pools."""
     for name, test in SERVED.items():
         file, _, function = test.partition(".")
-        found.setdefault(f"`{ASCEND[name].kind.__name__}`", []).append(f"npu/{file}.py::{function}")
+        kind = HYBRIDS.get(name) or KINDS[name].kind
+        found.setdefault(f"`{kind.__name__}`", []).append(f"npu/{file}.py::{function}")
     return found
 
 
@@ -60,9 +60,8 @@ PAIR: Final = "test_pair.py::test_tokens_are_those_of_a_plain_server"
 AXES: Final[Mapping[str, Mapping[str, list[str] | str]]] = {
     "KV pool": {
         **_configured(lambda name: f"`{CLASSES[CONFIGURATIONS[name].model]}`"),
-        f"`{pools.WINDOWS}`": ["test_hybrids.py::test_windows"],
         f"`{pools.STATES}`": ["test_hybrids.py::test_states"],
-        **_ascend(),
+        **_ascend({f"`{pools.WINDOWS}`": ["test_hybrids.py::test_windows"]}),
         f"`{pools.SPARSE}`": "none: SGLang's indexer is of operators that are not simulated",
     },
     "draft": {"none": [PAIR], **{f"at {name}": [f"{DRAFTS}[{name}]"] for name in SIDES_THAT_DRAFT}},

@@ -21,16 +21,19 @@ def _rows() -> Iterator[str]:
     yield _row("SGLang's class", "test", "a pair of servers", "the class alone")
     yield "|---|---|---|---|"
     for name, kind in KINDS.items():
-        served = "yes" if name in SERVED else f"no: {NOT_SERVED[name]}"
         alone = "lists, every attribute" + ("" if name in NOT_WRITTEN else ", what SGLang writes")
-        yield _row(f"`{kind.kind.__name__}`", name, served, alone)
-    for name, (kind, why) in HYBRIDS.items():
+        yield _row(f"`{kind.kind.__name__}`", name, _served(name), alone)
+    for name, kind in HYBRIDS.items():
         alone = "lists, every attribute, what arrives of either pool within, and what comes back"
-        yield _row(f"`{kind.__name__}`", name, f"no: {why}", alone)
+        yield _row(f"`{kind.__name__}`", name, _served(name), alone)
     for name, kind in DRAFTS.items():
         yield _row(f"`{kind.kind.__name__}`", f"{name}, and a draft", f"no: {NO_KERNELS}", "lists, every attribute")
     for name, refused in REFUSED.items():
         yield _row(f"`{refused.kind.__name__}`", name, f"refused: {refused.why}", f"refused: {refused.says}")
+
+
+def _served(name: str) -> str:
+    return "yes" if name in SERVED else f"no: {NOT_SERVED[name]}"
 
 
 def _row(*cells: str) -> str:

@@ -111,21 +111,20 @@ SERVED: Final = {
     "mla": "test_ascend_configurations.test_latent_attention_in_chunks_and_retracted_requests",
     "mla nz": "test_ascend_kinds.test_pages_in_fractals",
     "mla index": "test_ascend_kinds.test_an_indexers_keys",
+    "mha narrow v fia": "test_ascend_kinds.test_windows",
+    "windows": "test_ascend_kinds.test_windows",
 }
 """The test in which a pair of whole servers has such pools."""
 SOME_INDEX: Final = "in a pair of servers SGLang has an index in all layers"
 NOT_SERVED: Final = {
     **NOT_WRITTEN,
-    "mha narrow v fia": "SGLang makes it beside sliding windows only",
     **dict.fromkeys(("mla some index", "mla some index nz", "mla no index"), SOME_INDEX),
+    "states": "SGLang computes states by Triton kernels, which are not simulated",
+    "sparse": "SGLang's indexer is of operators that are not simulated",
 }
 """Why no pair of servers is run with the others."""
-HYBRIDS: Final = {
-    "windows": (SWAKVPool, "none was run yet"),
-    "states": (HybridLinearKVPool, "SGLang computes states by Triton kernels, which are not simulated"),
-    "sparse": (NPUMiniMaxSparseKVPool, "SGLang's indexer is of operators that are not simulated"),
-}
-"""Pools of ``NPUMHATokenToKVPool`` beside another, by the test's parameter; why no pair of servers is run with them."""
+HYBRIDS: Final = {"windows": SWAKVPool, "states": HybridLinearKVPool, "sparse": NPUMiniMaxSparseKVPool}
+"""Pools of ``NPUMHATokenToKVPool`` beside another, by the test's parameter."""
 
 
 class Refused(NamedTuple):

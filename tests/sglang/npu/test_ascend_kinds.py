@@ -1,4 +1,4 @@
-"""Pairs of servers on a simulated NPU whose latent pools are of other kinds: in fractals, with an indexer's keys."""
+"""Pairs of servers on a simulated NPU whose pools are of other kinds: fractals, an indexer's keys, windows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from kvferry.clients import Client
 from tests import kit
 from tests.kit.devices import DEVICE
-from tests.kit.folders import MODELS, TINY_DEEPSEEK
+from tests.kit.folders import MODELS, TINY_DEEPSEEK, TINY_SINKS
 from tests.kit.servers import AT_ONCE, LENGTHS, prompt
 from tests.sglang.npu.pools import NZ
 from tests.sglang.servers import (
@@ -86,3 +86,22 @@ def test_an_indexers_keys(indexed: Path, tmp_path: Path) -> None:
             DEVICE.synchronize()
             pool.close()
         assert both.generate(ids).tokens != tokens
+
+
+@pytest.mark.long
+def test_windows(answers: Callable[[str], Expected], tmp_path: Path) -> None:
+    """Two pools, of full attention and of windows, with V narrower than K; zeros in the windows change the tokens."""
+    expected = answers(TINY_SINKS)
+    with (
+        kit.daemon() as daemon,
+        RoomWatch(daemon.runtime_dir) as watch,
+        running_pair(tmp_path, daemon.runtime_dir, model=TINY_SINKS, tokens=2048, chunk=256) as both,
+    ):
+        assert_tokens(both, expected)
+        assert watch.arrived() == len(LENGTHS) + len(AT_ONCE)
+        assert "npu graph: True" in both.decode.logged()
+        [tables] = watch.status().tables
+        assert tables.updates > len(LENGTHS) + len(AT_ONCE)
+        assert "SGLang writes the graph tables" not in both.decode.logged()
+        assert_pages_count(both, daemon.runtime_dir, expected, component="swa")
+        watch.assert_all_is_free(both)
