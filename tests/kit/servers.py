@@ -29,6 +29,7 @@ import pytest
 from examples.demo.hosts import Host
 from kvferry.clients import Client
 from kvferry.protocol.session_messages import StatusReport, TransferStatus
+from tests.kit.faults import stopped
 from tests.kit.folders import REPOSITORY
 
 UP_S: Final = 600.0
@@ -158,6 +159,18 @@ class Program:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired as cause:
             raise ServerError(f"{self.name} did not end within {END_S} s:\n{self.log_tail()}") from cause
+
+    @contextlib.contextmanager
+    def stopped(self, title: str) -> Iterator[None]:
+        """Have those of its processes do nothing meanwhile whose command begins so."""
+        assert self._process is not None
+        with contextlib.ExitStack() as stack:
+            for one in Path("/proc").glob("[0-9]*/cmdline"):
+                with contextlib.suppress(OSError):  # it has ended
+                    pid = int(one.parent.name)
+                    if os.getpgid(pid) == self._process.pid and one.read_bytes().startswith(title.encode()):
+                        stack.enter_context(stopped(pid))
+            yield
 
     def kill(self) -> None:
         """Kill all of its processes, and wait for the end."""

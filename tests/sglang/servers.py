@@ -11,6 +11,7 @@ import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias
 
@@ -197,6 +198,24 @@ class Pair(servers.Pair[Server]):
         where = {"bootstrap_host": self.prefill.address, "bootstrap_port": self._bootstrap_port, "bootstrap_room": room}
         return self.side(side).posted("/generate", request(ids, new, **where, **more))
 
+    @contextlib.contextmanager
+    def amid_the_chunks(self, watch: RoomWatch, length: int, rid: str) -> Iterator[Mapping[Side, Future[Reply]]]:
+        """Send both halves of a new prompt, and have prefill compute nothing once some of it has arrived, but not all.
+
+        ``rid`` begins their names; the side is the rest.
+        """
+        while True:
+            room = new_room()
+            ids = prompt(length, room % 1000)  # which no cache has
+            halves = {side: self.half(side, ids, room, rid=f"{rid}{side}") for side in SIDES}
+            watch.wait_until(partial(_has_begun, watch, room, halves["prefill"]), "pages arrive")
+            with self.prefill.stopped("sglang::scheduler"):
+                if watch.has_some(room):
+                    yield halves
+                    return
+            for half in halves.values():  # it was faster than the look
+                assert half.result().tokens
+
     def abort(self, side: Side, rid: str) -> None:
         assert self.side(side).post("/abort_request", {"rid": rid}).status == 200
 
@@ -221,6 +240,10 @@ class Pair(servers.Pair[Server]):
             assert "Traceback" not in self.side(side).logged().rpartition("SIGTERM received")[2], self.side(side)
 
 
+def _has_begun(watch: RoomWatch, room: int, prefill: Future[Reply]) -> bool:
+    return watch.has_some(room) or prefill.done()
+
+
 def new_room() -> int:
     """Return a number for two halves that belong together."""
     return random.randrange(1, 1 << 62)  # noqa: S311  not a secret
@@ -233,9 +256,14 @@ class RoomWatch(Watch):
         """Return once a server has opened a request's transfer."""
         self.wait_until_open("send" if side == "prefill" else "receive", f"{room:016x}")
 
-    def wait_until_room_arrives(self, room: int) -> None:
-        """Return once pages of a request are at decode, but not all."""
-        self.wait_until(lambda: any(one.arrived for one in self.transfers(f"{room:016x}")), "pages arrive")
+    def has_some(self, room: int) -> bool:
+        """Return whether pages of a request are at decode, but not all."""
+        return any(0 < one.arrived < one.pages for one in self.transfers(f"{room:016x}"))
+
+    def wait_until_closed(self, side: Side) -> None:
+        """Return once the daemon knows that a server waits no longer."""
+        direction = "send" if side == "prefill" else "receive"
+        self.wait_until(lambda: all(one.direction != direction for one in self.transfers()), f"no {direction} is open")
 
     def assert_all_is_free(self, pair: Pair) -> None:
         """Check that neither SGLang, which looks by itself when it is idle, nor the daemon keeps pages of requests."""

@@ -5,7 +5,8 @@ All tests share the servers, whatever was aborted or killed before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from typing import Literal
 
@@ -45,21 +46,27 @@ def well(pair: Pair, expected: Expected) -> Iterator[Pair]:
     assert pair.generate(prompt(129)).tokens == expected.tokens(129)
 
 
-def begun(pair: Pair, watch: RoomWatch, moment: Moment, of: Side = "decode") -> dict[Side, Future[Reply]]:
-    """Begin a request, and return its halves at this moment: both, that which waits alone, or decode's."""
+@contextlib.contextmanager
+def begun(pair: Pair, watch: RoomWatch, moment: Moment, of: Side = "decode") -> Iterator[Mapping[Side, Future[Reply]]]:
+    """Begin a request, which is at this moment until the context ends.
+
+    Yields its halves: both, that which waits alone, or decode's. They are named by moment, ``of`` and side.
+    """
+    rid = f"{moment}-{of}-"
+    if moment == "amid the chunks":
+        with pair.amid_the_chunks(watch, LONG, rid) as both:
+            yield both
+        return
     room = new_room()
     if moment == "waits":
-        halves = {of: pair.half(of, prompt(129, seed=1), room, rid=f"{of}-{moment}")}
+        half = pair.half(of, prompt(129, seed=1), room, rid=f"{rid}{of}")
         watch.wait_until_opened(room, of)
-        return halves
-    length, new = (LONG, 16) if moment == "amid the chunks" else (129, 600)
-    ids = prompt(length, room % 1000)  # which no cache has
-    halves = {side: pair.half(side, ids, room, new=new, rid=f"{side}-{moment}-{of}") for side in SIDES}
-    if moment == "amid the chunks":
-        watch.wait_until_room_arrives(room)
-    else:
-        assert halves.pop("prefill").result().tokens
-    return halves
+        yield {of: half}
+        return
+    ids = prompt(129, room % 1000)  # which no cache has
+    halves = {side: pair.half(side, ids, room, new=600, rid=f"{rid}{side}") for side in SIDES}
+    assert halves.pop("prefill").result().tokens
+    yield halves
 
 
 def test_tokens_are_those_of_a_plain_server(pair: Pair, expected: Expected) -> None:
@@ -74,8 +81,8 @@ def test_decode_computes_with_the_pages_that_prefill_has_in_the_daemon(
 
 @pytest.mark.parametrize("side", ["prefill", pytest.param("decode", marks=pytest.mark.long)])
 def test_an_abort_amid_the_chunks_ends_both_halves(well: Pair, watch: RoomWatch, side: Side) -> None:
-    halves = begun(well, watch, "amid the chunks", side)
-    well.abort(side, f"{side}-amid the chunks-{side}")
+    with begun(well, watch, "amid the chunks", side) as halves:
+        well.abort(side, f"amid the chunks-{side}-{side}")
     for half in halves.values():
         assert half.result(SOON_S).reason
     watch.wait_until_idle()
@@ -85,8 +92,8 @@ def test_a_daemon_killed_amid_the_chunks_comes_back(
     well: Pair, expected: Expected, kept_daemon: Daemon, watch: RoomWatch
 ) -> None:
     """The servers stay: the daemon after it adopts their pools."""
-    halves = begun(well, watch, "amid the chunks")
-    kept_daemon.kill()
+    with begun(well, watch, "amid the chunks") as halves:
+        kept_daemon.kill()
     for side in SIDES:
         assert "DAEMON_LOST" in halves[side].result(SOON_S).reason
     well.assert_healthy()
@@ -110,9 +117,9 @@ def test_either_side_may_come_first(pair: Pair, expected: Expected, watch: RoomW
 @pytest.mark.long
 @pytest.mark.parametrize(("side", "moment"), [("prefill", "waits"), ("decode", "waits"), ("decode", "generates")])
 def test_an_abort_of_a_half_alone(well: Pair, watch: RoomWatch, side: Side, moment: Moment) -> None:
-    half = begun(well, watch, moment, side)[side]
-    well.abort(side, f"{side}-{moment}" + (f"-{side}" if moment == "generates" else ""))
-    assert "abort" in half.result(SOON_S).reason.lower()
+    with begun(well, watch, moment, side) as halves:
+        well.abort(side, f"{moment}-{side}-{side}")
+    assert "abort" in halves[side].result(SOON_S).reason.lower()
     watch.wait_until_idle()
 
 
@@ -142,8 +149,10 @@ def test_an_abort_of_a_request_that_waits_behind_another(
 )
 def test_a_server_that_is_killed_comes_back(well: Pair, watch: RoomWatch, killed: Side, moment: Moment) -> None:
     other: Side = "decode" if killed == "prefill" else "prefill"
-    halves = begun(well, watch, moment)
-    well.side(killed).kill()
+    with begun(well, watch, moment) as halves:
+        well.side(killed).kill()
+        if killed == "decode" and moment == "amid the chunks":
+            watch.wait_until_closed("decode")
     if moment == "generates":
         assert halves["decode"].result(SOON_S).status == 0
     else:
@@ -158,8 +167,8 @@ def test_a_server_that_is_killed_comes_back(well: Pair, watch: RoomWatch, killed
 def test_a_daemon_that_is_killed_and_soon_back(
     well: Pair, expected: Expected, kept_daemon: Daemon, watch: RoomWatch, moment: Moment, of: Side
 ) -> None:
-    halves = begun(well, watch, moment, of)
-    kept_daemon.restart()
+    with begun(well, watch, moment, of) as halves:
+        kept_daemon.restart()
     for half in halves.values():
         assert half.result(SOON_S).reason
     well.wait_until_served(prompt(64), expected.tokens(64))

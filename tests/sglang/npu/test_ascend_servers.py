@@ -14,7 +14,7 @@ from tests import kit
 from tests.kit.daemons import Daemon
 from tests.kit.folders import TINY_ASCEND
 from tests.kit.servers import AT_ONCE, LENGTHS, SIDES, Side, prompt
-from tests.sglang.servers import Expected, Pair, RoomWatch, assert_pages_count, assert_tokens, new_room, running_pair
+from tests.sglang.servers import Expected, Pair, RoomWatch, assert_pages_count, assert_tokens, running_pair
 
 TOKENS = 2048
 LONG = 1500
@@ -76,10 +76,8 @@ def test_decode_computes_with_the_pages_that_prefill_has_in_the_daemon(
 def test_an_abort_amid_the_chunks_ends_both_halves(
     pair: Pair, expected: Expected, watch: RoomWatch, side: Side
 ) -> None:
-    room = new_room()
-    halves = {one: pair.half(one, prompt(LONG, room % 1000), room, rid=f"{one}-{side}") for one in SIDES}
-    watch.wait_until_room_arrives(room)
-    pair.abort(side, f"{side}-{side}")
+    with pair.amid_the_chunks(watch, LONG, f"{side}-") as halves:
+        pair.abort(side, f"{side}-{side}")
     for half in halves.values():
         assert half.result(SOON_S).reason
     watch.wait_until_idle()
@@ -87,10 +85,9 @@ def test_an_abort_amid_the_chunks_ends_both_halves(
 
 
 def test_a_killed_decode_server_comes_back(pair: Pair, expected: Expected, watch: RoomWatch) -> None:
-    room = new_room()
-    halves = {one: pair.half(one, prompt(LONG, room % 1000), room) for one in SIDES}
-    watch.wait_until_room_arrives(room)
-    pair.decode.kill()
+    with pair.amid_the_chunks(watch, LONG, "killed-") as halves:
+        pair.decode.kill()
+        watch.wait_until_closed("decode")
     assert halves["prefill"].result(SOON_S).reason
     watch.wait_until_idle()
     pair.restart("decode")
