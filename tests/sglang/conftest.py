@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -54,5 +55,6 @@ def watch(kept_daemon: Daemon) -> Iterator[RoomWatch]:
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
-    """Return a test's name as a server's pools may be called."""
-    return "".join(letter if letter.isalnum() else "-" for letter in request.node.name)[:60]
+    """Return a name for a server's pools that no other test has, and that shows the test's."""
+    shown = "".join(letter if letter.isalnum() else "-" for letter in request.node.name)[:50]
+    return f"{shown}-{zlib.crc32(request.node.name.encode()):08x}"
