@@ -93,7 +93,7 @@ PINGS_PER_WATCHDOG: Final = 4
 """So many pings fit into the time that the service manager's watchdog leaves."""
 
 REPORT_KEPT: Final = 10.0
-"""Unauthenticated clients are given a STATUS again for as many times as long as it took: a tenth of the work."""
+"""Unauthenticated clients are given a STATUS again for as many times its processor time: a tenth of the work."""
 
 EXIT_BAD_INPUT = 2
 EXIT_DEVICE_LOST = 3
@@ -581,11 +581,11 @@ class Daemon:
         user = self._control.user_of(call.identity)
         if self._control.is_of_session(call.identity):
             return seen_by(self._report(), user)
-        began_s = time.perf_counter()
+        now_s, worked_s = time.monotonic(), time.thread_time()
         report = self._last_report
-        if report is None or began_s >= self._report_until_s:
+        if report is None or now_s >= self._report_until_s:
             report = self._last_report = self._report()
-            self._report_until_s = began_s + REPORT_KEPT * (time.perf_counter() - began_s)
+            self._report_until_s = now_s + REPORT_KEPT * (time.thread_time() - worked_s)
         return seen_by(report, user)
 
     @property

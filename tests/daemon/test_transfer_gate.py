@@ -17,6 +17,7 @@ from kvferry.protocol.codec import Frames, decode_from_daemon
 from kvferry.protocol.errors import InternalError
 from tests.kit.in_process import ON_THREADS, SPEC, TUNING, client_of_one
 from tests.kit.peers import Transfer, Way
+from tests.kit.tiers import until
 
 pytestmark = pytest.mark.anyio
 
@@ -97,6 +98,7 @@ async def test_engines_are_told_in_order_at_once_and_before_what_gave_way_goes_o
         sending = client.send("pool", request_id, [pages(ids)])
         for one in (receiving, sending):
             await client.wait_settled(one)
+        await until(lambda: tuning is TUNING or "turn over" in heard)
     assert next(one for one in heard if one[0].isupper()) == "Accepted", heard
     told = [number for number, one in enumerate(heard) if one in {"Finished", "Settled", "Together"}]
     assert heard.index("copy") < min(told)

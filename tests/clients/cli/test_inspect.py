@@ -32,6 +32,18 @@ def printed(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> Callable[...,
 
 
 @pytest.fixture
+def status_with(printed: Callable[..., str]) -> Callable[..., str]:
+    """Return what prints a status once it has a name in it: without a session one may be a moment old."""
+
+    def run(name: str, *words: str) -> str:
+        while name not in (shown := printed("status", *words)):
+            pass
+        return shown
+
+    return run
+
+
+@pytest.fixture
 def busy(daemon: Daemon, name: str) -> str:
     """Leave a pool with pages behind, whose session ends at once; return its name."""
     with Client.connect(daemon.runtime_dir, name="maker") as client:
@@ -39,13 +51,13 @@ def busy(daemon: Daemon, name: str) -> str:
     return name
 
 
-def test_status_for_programs(daemon: Daemon, busy: str, printed: Callable[..., str]) -> None:
+def test_status_for_programs(daemon: Daemon, busy: str, status_with: Callable[..., str]) -> None:
     with Client.connect(daemon.runtime_dir, name="holder") as client:
         ids = client.allocate(busy, 5)
         request_id = new_request_id()
         client.receive(busy, request_id, [pages(ids[:2])])
         client.ping()
-        (line,) = printed("status", "--json").splitlines()
+        (line,) = status_with(request_id, "--json").splitlines()
         status = json.loads(line)
         assert (status["boot_id"], status["pid"], status["draining"]) == (client.boot_id, daemon.process.pid, False)
         (pool,) = [one for one in status["pools"] if one["pool"] == busy]
@@ -59,13 +71,13 @@ def test_status_for_programs(daemon: Daemon, busy: str, printed: Callable[..., s
         assert status["counters"]["messages.received"] > 0
 
 
-def test_every_page_space_is_shown(daemon: Daemon, name: str, printed: Callable[..., str]) -> None:
+def test_every_page_space_is_shown(daemon: Daemon, name: str, status_with: Callable[..., str]) -> None:
     with Client.connect(daemon.runtime_dir, name="a holder") as client:
         client.create_pool(name, HYBRID)
         client.allocate(name, 3)
         client.allocate(name, 5, space="swa")
         (pool,) = [one for one in client.status().pools if one.pool == name]
-        shown = printed("status")
+        shown = status_with(name)
     assert [(one.space, one.pages, one.free, one.busy) for one in pool.spaces] == [
         ("main", 16, 13, 0),
         ("swa", 8, 3, 0),

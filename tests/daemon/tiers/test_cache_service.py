@@ -419,7 +419,7 @@ async def test_events_of_other_users_are_passed(
     assert [one.hashes for one in changes.changes] == [hashes(2)]
     assert changes.cursor == first + 6
     assert repr(tiers.reports) == "<CacheReports waiting=0>", "nor does the one who died wait"
-    late = engine.send(CacheEvents(cursor=1), deadline_ms=20)
+    late = engine.send(CacheEvents(cursor=1), deadline_ms=20_000)
     await settle()
     assert [one.hashes for one in engine.reply(late, CacheChanges).changes] == [hashes(2)]
 
