@@ -106,7 +106,7 @@ def with_page_lists(head: bytes, body: Body, ids: Sequence[PageIds | bytes]) -> 
 
     Raises:
         ValueError: the lists are not those that the body announces, of a body whose lists have each a frame: a bug of
-            the caller. Who gets the lists of others in one frame finds it out.
+            the caller. A receiver that gets other lists in one frame refuses them.
     """
     if body.lists_joined:
         if not ids:

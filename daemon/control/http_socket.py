@@ -1,7 +1,7 @@
 """Answers GET over HTTP/1.1 on a Unix socket and on TCP: one request a connection. Does not know what it answers.
 
-Who connects may be slow or hostile. There are few connections at a time, a new one takes the place of the oldest, and
-each has a bound on what it says and a time in which it must have said it and read the answer.
+A client may be slow or hostile. There are few connections at a time, and a new one takes the place of the oldest. Each
+has a bound on the bytes of its request, and a time limit for the request and the answer together.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def plain(status: HTTPStatus, text: str = "") -> HttpAnswer:
 
 
 class HttpSocket:
-    """Serves pages between ``start`` and ``close``. Who connects by TCP counts as an operator."""
+    """Serves pages between ``start`` and ``close``. A client over TCP counts as an operator."""
 
     def __init__(self, listeners: Sequence[socket.socket], pages: Mapping[str, Page]) -> None:
         """Take over listening sockets that do not block; ``pages`` are by their path."""

@@ -1,13 +1,13 @@
 """Connections to other daemons: one ROUTER that listens, and one link to each peer. Knows nothing of transfers.
 
-Each side sends on its own connection and receives on the other's. A link has two *keys*: each side makes one up
-whenever its connection is new and tells it, in PEER_HELLO, to the address that it connected to. Every message carries
-its sender's key and the key that its receiver has told the sender's address, so it proves that who speaks hears what is
-said to the address that he names: no boot id, restart or end is believed from anybody else. Of what proves nothing only
-the address is read, bounded in size, rate and number: that address is greeted, and whoever is there may answer. A third
-party that is not on the path between two daemons can neither speak for one of them nor part them, nor repeat what was
-said before. Who is on the path, or listens at an address of his own, is not kept out: see docs/operations.md for what
-to firewall.
+Each side sends on its own connection and receives on the other's. A link has two *keys*: each side makes a new one for
+each new connection and tells it, in PEER_HELLO, to the address that it connected to. Every message carries its sender's
+key, and the key that the receiver has told the sender's address. So a message proves that its sender hears what is said
+to the address that it names; no boot id, restart or end is believed without this proof. A message without proof has
+only its address read, bounded in size, rate and number: the daemon greets that address, and a daemon there may answer.
+A third party that is not on the path between two daemons can neither speak for one of them, nor part them, nor repeat
+old messages. A third party that is on the path, or that listens at an address of its own, is not kept out:
+docs/operations.md says what to firewall.
 
 The peer is *up* once it has said our key again. Each side detects the other's end by itself: at once where the peer's
 process ends and its host closes one of the two connections, otherwise once one of them was silent for ``timeout_ms``
