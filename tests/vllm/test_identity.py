@@ -17,7 +17,12 @@ def revision(folder: Path, load_format: str = "auto", **more: Any) -> str:  # no
     """Return the revision of the model in a folder."""
     told = {"model": str(folder), "revision": None, "served_model_name": "model", "dtype": "torch.float32", "seed": 0}
     load = SimpleNamespace(download_dir=None, load_format=load_format)
-    config: Any = SimpleNamespace(model_config=SimpleNamespace(**{**told, **more}), load_config=load)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(**{**told, **more}),
+        load_config=load,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        speculative_config=None,
+    )
     return model_identity(config).revision
 
 
