@@ -384,6 +384,8 @@ def _with_draft(model: PoolSpec, draft: PoolSpec) -> PoolSpec:
     """Return what the daemon's pool holds: the layers of a model, and on their pages those of its draft model."""
     if not isinstance(draft, MhaSpec | MlaSpec):
         raise _refusal("windows or states of a draft model")
+    if isinstance(draft, MhaSpec) and draft.index_head_dim is not None:
+        raise _refusal("an indexer of a draft model beside its keys and values")
     if (draft.tokens, draft.page_size) != (model.tokens, model.page_size):
         raise _refusal(
             f"a draft model's {draft.tokens} tokens in pages of {draft.page_size} beside {model.tokens} in pages of "

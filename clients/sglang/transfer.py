@@ -17,6 +17,7 @@ All methods are called by the scheduler's thread, but ``_handle_node_failure``, 
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import itertools
 import logging
@@ -54,7 +55,7 @@ from kvferry.clients.sglang.bootstrap import (
     misfit_of,
     request_id,
 )
-from kvferry.clients.sglang.carried import check_carried, state_lists
+from kvferry.clients.sglang.carried import ON_PAGES, check_carried, state_lists
 from kvferry.pools.planning.geometry import ranks_with_heads
 from kvferry.protocol.errors import (
     InvalidFieldError,
@@ -93,6 +94,8 @@ ABORTED: Final = "Aborted by AbortReq."
 
 class KvferryKVManager(CommonKVManager):
     """One of a scheduler process, over the pool that this process has in the daemon's memory."""
+
+    kv_args: Any
 
     def __init__(
         self,
@@ -244,6 +247,16 @@ class KvferryKVManager(CommonKVManager):
     def known_prefills(self, bootstrap_addr: str) -> dict[int, Sources]:
         """Return what is known of a prefill server without asking, by its data-parallel ranks."""
         return {rank: one for (address, rank), one in tuple(self._prefills.items()) if address == bootstrap_addr}
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Learn how prefill splits the model: it may differ beside an indexer, which SGLang refuses for its own."""
+        args = self.kv_args
+        self.kv_args = copy.copy(args)
+        self.kv_args.state_types = [one for one in args.state_types if one not in ON_PAGES]
+        try:
+            return bool(super().try_ensure_parallel_info(bootstrap_addr))
+        finally:
+            self.kv_args = args
 
     def _resolve_rank_mapping(self, info: Any) -> None:  # noqa: ANN401  SGLang's PrefillServerInfo
         """Have SGLang ask for one rank only, whatever sizes both sides have: kvferry's own are asked for above."""

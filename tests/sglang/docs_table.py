@@ -15,7 +15,7 @@ from tests.kit.folders import REPOSITORY, SMOLLM2, TINY_MHA, TINY_MLA
 from tests.sglang.npu.pools import HYBRIDS, KINDS, SERVED
 from tests.sglang.test_configurations import CONFIGURATIONS
 from tests.sglang.test_draft_servers import SIDES_THAT_DRAFT
-from tests.sglang.test_ranks import PAIRS, TOPOLOGIES, Kind
+from tests.sglang.test_ranks import PAIRS, SPLIT, TOPOLOGIES, Kind
 
 DOCUMENT: Final = REPOSITORY / "docs" / "sglang.md"
 TABLE: Final = re.compile(r"(<!-- (axes|topologies|states): [^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)
@@ -56,6 +56,7 @@ def _ascend(found: dict[str, list[str]]) -> dict[str, list[str]]:
     return found
 
 
+LONG_RUN: Final = "test_long_runs.py::test_tokens_stay_those_of_a_plain_server"
 PAIR: Final = "test_pair.py::test_tokens_are_those_of_a_plain_server"
 AXES: Final[Mapping[str, Mapping[str, list[str] | str]]] = {
     "KV pool": {
@@ -74,9 +75,11 @@ AXES: Final[Mapping[str, Mapping[str, list[str] | str]]] = {
         "of decode, too": ["test_configurations.py::test_prefixes_kept_by_decode"],
     },
     "retraction": {
-        "into the host tier": ["test_long_runs.py::test_tokens_stay_those_of_a_plain_server"],
+        "into the host tier": [f"{LONG_RUN}[mha]"],
         "the same with windows and states": [
-            "test_configurations.py::test_windows_and_states_come_back_from_the_host_tier"
+            "test_configurations.py::test_windows_and_states_come_back_from_the_host_tier",
+            f"{LONG_RUN}[windows]",
+            f"{LONG_RUN}[states]",
         ],
         "the same from an NPU": [
             "npu/test_ascend_configurations.py::test_latent_attention_in_chunks_and_retracted_requests"
@@ -91,14 +94,12 @@ AXES: Final[Mapping[str, Mapping[str, list[str] | str]]] = {
 }
 """What pairs of servers differ in: each value with the tests that have it, or why there is none."""
 
-SAME: Final = {
-    pools.WINDOWS: "mha",
-    pools.STATES: "mha",
-    "NPUMHATokenToKVPool": "mha",
-    "NPUMLATokenToKVPool": "mla",
-    pools.SPARSE: "mha",
-}
+SAME: Final = {"NPUMHATokenToKVPool": "mha", "NPUMLATokenToKVPool": "mla"}
 """Pools whose layers and heads the daemon pairs as those of another kind, whatever the device."""
+BESIDE: Final = {pools.STATES: "refused", pools.SPARSE: "as mha"}
+"""Pools that are tested without a draft model, and what is said of them with one."""
+NAMES: Final = {"windows": f"`{pools.WINDOWS}`"}
+"""Of kinds that are SGLang's classes."""
 
 
 def with_tables(text: str) -> str:
@@ -115,16 +116,13 @@ def _axes() -> Iterator[str]:
 
 
 def _topologies() -> Iterator[str]:
-    kinds = get_args(Kind)
-    yield _row("prefill to decode", *kinds, *(f"`{name}`" for name in SAME))
-    yield _row(*["---"] * (1 + len(kinds) + len(SAME))).replace(" ", "")
+    kinds, others = [NAMES.get(kind, kind) for kind in get_args(Kind)], [f"`{name}`" for name in (*BESIDE, *SAME)]
+    yield _row("prefill to decode", *kinds, *others)
+    yield _row(*["---"] * (1 + len(kinds) + len(others))).replace(" ", "")
+    same = [f"as {kind}" for kind in SAME.values()]
     for name in TOPOLOGIES:
-        yield _row(name, *["tested"] * len(kinds), *(_same(pool, kind, name) for pool, kind in SAME.items()))
-
-
-def _same(pool: str, kind: str, name: str) -> str:
-    unequal = TOPOLOGIES[name].prefill.tp != TOPOLOGIES[name].decode.tp
-    return "not tried" if pool == pools.SPARSE and unequal else f"as {kind}"
+        beside = ["tested" if name in SPLIT else with_draft for with_draft in BESIDE.values()]
+        yield _row(name, *["tested"] * len(kinds), *beside, *same)
 
 
 def _states() -> Iterator[str]:

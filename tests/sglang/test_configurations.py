@@ -17,9 +17,9 @@ from tests.kit.folders import SMOLLM2, TINY_CONV, TINY_DELTA, TINY_MHA, TINY_MLA
 from tests.kit.servers import AT_ONCE, LENGTHS, Prompt, Reply, at_once, prompt
 from tests.sglang.servers import (
     NEW_TOKENS,
+    RANKS,
     RETRACTED,
     RETRACTED_NEW,
-    TWO_RANKS,
     Expected,
     Pair,
     RoomWatch,
@@ -52,8 +52,8 @@ CONFIGURATIONS: Final = {
     "page-1": Configuration(1),
     "page-128": Configuration(128),
     "mla-page-64": Configuration(64, TINY_MLA),
-    "two-ranks": Configuration(16, TINY_MHA, ("--tp", "2"), environment=TWO_RANKS, pools=2),
-    "mla-two-ranks": Configuration(1, TINY_MLA, ("--tp", "2"), environment=TWO_RANKS, pools=2),
+    "two-ranks": Configuration(16, TINY_MHA, ("--tp", "2"), environment=RANKS, pools=2),
+    "mla-two-ranks": Configuration(1, TINY_MLA, ("--tp", "2"), environment=RANKS, pools=2),
 }
 
 

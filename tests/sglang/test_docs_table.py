@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.clients.sglang import pools
-from tests.sglang.docs_table import AXES, DOCUMENT, SAME, TABLE, with_tables
+from tests.sglang.docs_table import AXES, BESIDE, DOCUMENT, SAME, TABLE, with_tables
 from tests.test_promises import names_in
 
 HERE = Path(__file__).parent
@@ -23,7 +23,7 @@ def test_the_tables_are_current() -> None:
 def test_no_pool_is_left_out() -> None:
     """Of those that kvferry carries."""
     assert {*AXES["KV pool"]} == {f"`{name}`" for name in pools.KINDS}
-    assert {*SAME} == {*pools.KINDS} - {*pools.HOST_KINDS}
+    assert {*SAME, *BESIDE} == {*pools.KINDS} - {*pools.HOST_KINDS, pools.WINDOWS}
 
 
 @pytest.mark.parametrize("axis", AXES)

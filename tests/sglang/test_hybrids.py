@@ -7,23 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.clients import Client
 from tests.kit.daemons import Daemon
 from tests.kit.folders import TINY_CONV, TINY_DELTA, TINY_WINDOWS
-from tests.kit.servers import AT_ONCE, LENGTHS, prompt
+from tests.kit.servers import AT_ONCE, LENGTHS
 from tests.sglang.servers import (
-    TWO_RANKS,
+    RANKS,
     Expected,
     Pair,
     RoomWatch,
+    assert_decodes_memory_counts,
     assert_pages_count,
     assert_tokens,
-    new_room,
     running_pair,
 )
-
-NEW = 400
-"""Tokens of an answer that is under way for long."""
 
 
 def assert_all_arrives(pair: Pair, watch: RoomWatch, expected: Expected) -> None:
@@ -31,24 +27,6 @@ def assert_all_arrives(pair: Pair, watch: RoomWatch, expected: Expected) -> None
     before = watch.arrived()
     assert_tokens(pair, expected)
     assert watch.arrived() - before == len(LENGTHS) + len(AT_ONCE)
-
-
-def assert_state_counts(pair: Pair, runtime_dir: Path) -> None:
-    """Check that zeros in decode's states, while it generates, change the tokens."""
-    ids = prompt(129, seed=7)
-    as_it_is = pair.generate(ids, new=NEW).tokens
-    assert pair.generate(ids, new=NEW).tokens == as_it_is
-    room = new_room()
-    halves = [pair.half(side, ids, room, new=NEW) for side in ("decode", "prefill")]
-    assert halves[1].result().tokens
-    with Client.connect(runtime_dir) as other:
-        pool = other.attach_pool("decode")
-        roles = {one.role for one in pool.manifest.entries if one.component == "mamba"}
-        for role in roles:
-            pool.tensor("mamba", role)[:] = 0
-        pool.close()
-    assert halves[0].result().tokens != as_it_is
-    assert pair.generate(ids, new=NEW).tokens == as_it_is
 
 
 def test_windows(answers: Callable[[str], Expected], kept_daemon: Daemon, watch: RoomWatch, tmp_path: Path) -> None:
@@ -78,8 +56,8 @@ def test_states(
         model=model,
         options=["--page-size", "16"],
         prefill_options=prefill,
-        environment=TWO_RANKS if prefill else None,
+        environment=RANKS if prefill else None,
     ) as pair:
         assert_all_arrives(pair, watch, expected)
-        assert_state_counts(pair, kept_daemon.runtime_dir)
+        assert_decodes_memory_counts(pair, kept_daemon.runtime_dir, "main", "mamba")
         watch.assert_all_is_free(pair)

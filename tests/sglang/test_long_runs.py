@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
@@ -18,9 +18,18 @@ import pytest
 from kvferry.clients import Client
 from tests import kit
 from tests.kit.daemons import Daemon
-from tests.kit.folders import TINY_MHA
+from tests.kit.folders import TINY_DELTA, TINY_MHA, TINY_WINDOWS
 from tests.kit.servers import REPLY_S, Prompt, Reply, at_once, prompt, running
-from tests.sglang.servers import Expected, Pair, RoomWatch, assert_pages_count, request, running_pair, server
+from tests.sglang.servers import (
+    Expected,
+    Pair,
+    RoomWatch,
+    assert_decodes_memory_counts,
+    assert_pages_count,
+    request,
+    running_pair,
+    server,
+)
 
 pytestmark = pytest.mark.long
 
@@ -89,8 +98,27 @@ def ask_a_round(pair: Pair, daemon: Daemon, event: Event, prompts: list[Prompt])
     return [one.result() for one in replies]
 
 
-@pytest.mark.parametrize(("model", "requests"), [(TINY_MHA, 1000)])
-def test_tokens_stay_those_of_a_plain_server(model: str, requests: int, tmp_path: Path) -> None:
+def assert_memory_counts(pair: Pair, daemon: Daemon, expected: Expected, components: Sequence[str]) -> None:
+    """Check that zeros in each of the components change the tokens: where prefill has a prefix cache, in its pool."""
+    if "mamba" in components:
+        assert_decodes_memory_counts(pair, daemon.runtime_dir, *components)
+        return
+    for component in components:
+        assert_pages_count(pair, daemon.runtime_dir, expected, component=component)
+
+
+@pytest.mark.parametrize(
+    ("model", "requests", "components"),
+    [
+        (TINY_MHA, 1000, ("main",)),
+        (TINY_WINDOWS, 240, ("main", "swa")),
+        (TINY_DELTA, 240, ("main", "mamba")),
+    ],
+    ids=["mha", "windows", "states"],
+)
+def test_tokens_stay_those_of_a_plain_server(
+    model: str, requests: int, components: Sequence[str], tmp_path: Path
+) -> None:
     expected = answers_of_a_plain_server(tmp_path, model, requests)
     gone = retractions = 0
     with (
@@ -127,4 +155,4 @@ def test_tokens_stay_those_of_a_plain_server(model: str, requests: int, tmp_path
             status = client.status()
         assert [one.busy for one in status.pools] == [0, 0]
         assert [one.used_bytes for one in status.tiers] == [0]
-        assert_pages_count(pair, daemon.runtime_dir, expected)
+        assert_memory_counts(pair, daemon, expected, components)

@@ -17,6 +17,7 @@ from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.utils import DisaggregationMode, setup_state_kv_args
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from kvferry.clients import Client
 from kvferry.clients.sglang import bootstrap, transfer
@@ -24,7 +25,7 @@ from tests.kit.daemons import Daemon, soon
 from tests.kit.folders import TINY_MHA
 from tests.kit.servers import AT_ONCE, LENGTHS, SIDES, Side, free_ports
 from tests.sglang.in_process import LAST, PAGE, buffers_of, current_pool, manager, polled, reason, told, with_draft
-from tests.sglang.servers import TWO_RANKS, Expected, assert_pages_count, assert_tokens, running_pair
+from tests.sglang.servers import RANKS, Expected, assert_pages_count, assert_tokens, running_pair
 
 TOKENS: Final = 64
 DIM: Final = 8
@@ -34,7 +35,19 @@ ROW_BYTES: Final = 64
 ROWS: Final = 4
 
 
-Kind: TypeAlias = Literal["mha", "narrow v", "mla"]
+class Pages(NamedTuple):
+    """The last pages of a prompt, at either side."""
+
+    source: list[int]
+    destination: list[int]
+
+
+ALL: Final = Pages(FROM, TO)
+WINDOW: Final = Pages([7, 5], [6, 2])
+"""Of their own space."""
+
+
+Kind: TypeAlias = Literal["mha", "narrow v", "mla", "windows"]
 
 
 class Split(NamedTuple):
@@ -82,6 +95,9 @@ TOPOLOGIES: Final = {
     "PP 8+7 to 1, a draft at prefill": Topology(Split(1, (8, 7), draft=2), Split(1, WHOLE)),
 }
 
+SPLIT: Final = [name for name, one in TOPOLOGIES.items() if not one.prefill.draft + one.decode.draft]
+"""Those without a draft model."""
+
 
 class Place(NamedTuple):
     """A rank of a stage, and what of the model it has."""
@@ -120,24 +136,35 @@ class Rank(NamedTuple):
     tp_rank: int
     dp_rank: int
 
-    def parts(self, content: Content) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each buffer by pages, and what of a prompt's content belongs in it."""
-        yield from self._of(self.sglang, content.model, self.place.layers[0])
+    def parts(self, content: Content) -> Iterator[tuple[torch.Tensor, torch.Tensor, Pages]]:
+        """Yield each buffer by pages, what of a prompt's content belongs in it, and in which pages."""
+        if isinstance(self.sglang, SWAKVPool):
+            for pool, pages in ((self.sglang.full_kv_pool, ALL), (self.sglang.swa_kv_pool, WINDOW)):
+                yield from self._of(pool, content.model, pool.model_layer_ids, pages)
+        else:
+            yield from self._of(self.sglang, content.model, self.place.layers)
         if self.draft is not None and content.draft is not None:
-            yield from self._of(self.draft, content.draft, 0)
+            yield from self._of(self.draft, content.draft, range(self.draft.layer_num))
 
-    def _of(self, sglang: Any, content: torch.Tensor, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:  # noqa: ANN401
+    def _of(
+        self,
+        sglang: Any,  # noqa: ANN401  SGLang's class
+        content: torch.Tensor,
+        layers: Sequence[int],
+        pages: Pages = ALL,
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, Pages]]:
         heads = self.place.heads if isinstance(sglang, MHATokenToKVPool) else slice(None)
         for number, one in enumerate(buffers_of(sglang)):
             role, layer = divmod(number, sglang.layer_num)
-            yield one.view(-1, PAGE, *one.shape[1:]), content[role, first + layer, :, :, heads, : one.shape[-1]]
+            part = content[role, layers[layer], -len(pages.source) :, :, heads, : one.shape[-1]]
+            yield one.view(-1, PAGE, *one.shape[1:]), part, pages
 
     def write(self, content: Content) -> None:
-        for pages, part in self.parts(content):
-            pages[FROM] = part
+        for buffer, part, pages in self.parts(content):
+            buffer[pages.source] = part
 
     def has(self, content: Content) -> bool:
-        return all(torch.equal(pages[TO], part) for pages, part in self.parts(content))
+        return all(torch.equal(buffer[pages.destination], part) for buffer, part, pages in self.parts(content))
 
 
 class Sides:
@@ -208,6 +235,10 @@ def content_of(kind: Kind, topology: Topology) -> Content:
 
 def pool_of(kind: Kind, place: Place) -> Any:  # noqa: ANN401  SGLang's class
     layers, heads = place.layers, place.heads.stop - place.heads.start
+    if kind == "windows":
+        odd, even = ([one for one in layers if one % 2 == which] for which in (1, 0))
+        numbers = {"swa_attention_layer_ids": even, "full_attention_layer_ids": odd}
+        return SWAKVPool(TOKENS, TOKENS, PAGE, torch.float32, heads, DIM, **numbers, device="cpu")
     more = {"device": "cpu", "enable_memory_saver": False, "start_layer": layers[0], "end_layer": layers[-1]}
     if kind == "mla":
         return MLATokenToKVPool(TOKENS, PAGE, torch.float32, DIM, DIM, len(layers), **more)
@@ -235,9 +266,17 @@ def args_of(
 
 @contextlib.contextmanager
 def sides(
-    daemon: Daemon, name: str, topology: Topology, make: Callable[[Place], Any], model_type: str = ""
+    daemon: Daemon,
+    name: str,
+    topology: Topology,
+    make: Callable[[Place], Any],
+    make_draft: Callable[[Place], Any] | None = None,
+    model_type: str = "",
 ) -> Iterator[Sides]:
-    """Make all pools and managers as so many processes of SGLang would; ``make``: a rank's pool of SGLang's."""
+    """Make all pools and managers as so many processes of SGLang would.
+
+    ``make``: a rank's pool of SGLang's; ``make_draft``: its draft model's, of the same kind where it is left out.
+    """
     port = free_ports(1)[0]
     both = Sides(f"127.0.0.1:{port}")
     server = bootstrap.KvferryKVBootstrapServer("127.0.0.1", port)
@@ -253,7 +292,7 @@ def sides(
         place = Place(tp_rank, split.tp, range(first, first + split.stages[stage]), slice(head, head + count))
         sglang, draft = with_draft(
             lambda: make(place),
-            (lambda: make(place._replace(layers=range(split.draft)))) if split.draft else None,
+            (lambda: (make_draft or make)(place._replace(layers=range(split.draft)))) if split.draft else None,
             heads=topology.heads,
             model_type=model_type,
         )
@@ -297,12 +336,14 @@ def test_every_rank_and_stage_of_decode_gets_its_layers_and_heads(
     kept_daemon: Daemon, name: str, topology: str, kind: Kind
 ) -> None:
     one = TOPOLOGIES[topology]
-    with sides(kept_daemon, name, one, partial(pool_of, kind)) as both:
+    states = [[np.array(pages)] for pages in WINDOW] if kind == "windows" else []
+    draft = "mha" if kind == "windows" else kind
+    with sides(kept_daemon, name, one, partial(pool_of, kind), partial(pool_of, draft)) as both:
         content = content_of(kind, one)
         for rank in both.prefill:
             rank.write(content)
         assert not any(rank.has(content) for rank in both.decode)
-        both.transfer()
+        both.transfer(*states)
         assert all(rank.has(content) for rank in both.decode)
         last = {rank.tp_rank: rank.rows[1] for rank in both.prefill}
         for rank in both.decode:
@@ -311,7 +352,7 @@ def test_every_rank_and_stage_of_decode_gets_its_layers_and_heads(
             for rank in both.prefill:
                 if rank.place.layers == both.prefill[-1].place.layers:  # the last stage, with all that hold the same
                     rank.write(content._replace(**{part: torch.zeros_like(getattr(content, part))}))
-            both.transfer()
+            both.transfer(*states)
             assert not all(rank.has(content) for rank in both.decode), "its pages count"
 
 
@@ -396,7 +437,7 @@ def test_tokens_are_those_of_a_plain_server(
         options=["--page-size", "16"],
         prefill_options=one.prefill,
         decode_options=one.decode,
-        environment=TWO_RANKS,
+        environment=RANKS,
     ) as both:
         with Client.connect(kept_daemon.runtime_dir) as client:
             before = client.status().counters

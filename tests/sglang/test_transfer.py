@@ -132,18 +132,24 @@ REFUSED: Final[list[tuple[str, Callable[[Any], None], dict[str, Any], dict[str, 
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("mode", [DisaggregationMode.PREFILL, DisaggregationMode.DECODE])
 @pytest.mark.parametrize(("says", "change", "ranks", "options"), REFUSED)
 def test_what_is_not_carried_is_refused_by_name(
-    mha: Halves, says: str, change: Callable[[Any], None], ranks: dict[str, Any], options: dict[str, Any]
+    mha: Halves,
+    says: str,
+    change: Callable[[Any], None],
+    ranks: dict[str, Any],
+    options: dict[str, Any],
+    mode: DisaggregationMode,
 ) -> None:
     args = copy.copy(mha.prefill.kv_args)
     change(args)
     with (
         get_parallel().override(**ranks),
-        get_context().override_server_args(disaggregation_mode="prefill", **options),
+        get_context().override_server_args(disaggregation_mode=mode.value, **options),
         pytest.raises(InvalidFieldError, match=says),
     ):
-        manager(args, DisaggregationMode.PREFILL)
+        manager(args, mode)
 
 
 def test_each_of_sglangs_state_types_is_carried_or_what_is_missing_is_known() -> None:

@@ -18,7 +18,7 @@ from sglang.srt.hardware_backend.npu.memory_pool_npu import (
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from tests.sglang.in_process import sparse_pool, states_pool
+from tests.sglang.in_process import sparse_pool, states_pool, with_draft
 
 PAGE: Final = 16
 TOKENS: Final = 8 * PAGE
@@ -151,6 +151,16 @@ REFUSED: Final = {
     "sparse values": Refused(
         NPUMiniMaxSparseKVPool, lambda: sparse_pool(disable_value_sparse_layer_ids=[2]),
         "an indexer's values", "SGLang itself hands none from prefill to decode",
+    ),
+    "sparse draft": Refused(
+        NPUMiniMaxSparseKVPool,
+        lambda: with_draft(
+            sparse_pool,
+            lambda: sparse_pool(
+                dense_layer_ids=[], sparse_layer_ids=[0], disable_value_sparse_layer_ids=[0], start_layer=0, end_layer=1
+            ),
+        ),
+        "an indexer of a draft model", "the daemon's drafts have keys and values, or latent rows",
     ),
     "latent states": Refused(
         HybridLinearKVPool,
