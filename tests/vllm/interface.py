@@ -1,7 +1,8 @@
 """What of vLLM a connector meets: the members of classes, read from its source.
 
 Of each release that kvferry knows, a file in the folder ``interfaces`` has them. That of another release is written by
-``python -m tests.vllm.interface FILE``, in the environment that has it.
+``python -m tests.vllm.interface FILE``, in the environment that has it. With the folder ``vllm`` of an unpacked wheel
+behind it, that one is read.
 """
 
 from __future__ import annotations
@@ -36,23 +37,30 @@ CLASSES: Final = {
     "v1/core/kv_cache_utils.py": ("DEFAULT_NONE_HASH_SEED", "NONE_HASH", "maybe_convert_block_hash"),
     "v1/metrics/utils.py": ("create_metric_per_engine",),
     "config/kv_transfer.py": ("KVTransferConfig",),
+    "config/speculative.py": ("SpeculativeConfig.method", "SpeculativeConfig.use_eagle_block_drop"),
+    "config/vllm.py": ("VllmConfig.num_prefill_lookahead_tokens",),
     "distributed/kv_events.py": ("AllBlocksCleared", "BlockRemoved", "BlockStored", "KVConnectorKVEvents"),
     "v1/core/kv_cache_manager.py": ("KVCacheBlocks",),
+    "v1/core/sched/scheduler.py": ("Scheduler._request_blocks_can_be_freed",),
     "v1/core/sched/output.py": ("CachedRequestData", "NewRequestData", "SchedulerOutput"),
     "v1/kv_cache_interface.py": (
         "AttentionSpec",
+        "ChunkedLocalAttentionSpec",
         "FullAttentionSpec",
         "KVCacheConfig",
         "KVCacheGroupSpec",
         "KVCacheSpec",
         "KVCacheTensor",
         "MLAAttentionSpec",
+        "MambaSpec",
+        "SlidingWindowSpec",
     ),
     "v1/outputs.py": ("KVConnectorOutput",),
     "v1/request.py": ("Request", "RequestStatus"),
 }
-"""What a connector derives from, is handed, returns or calls, by the file in vLLM's package."""
-PRIVATE: Final = ("__init__", "_registry")
+"""What a connector derives from, is handed, returns or calls, by the file in vLLM's package: classes with all of their
+members, or single members."""
+PRIVATE: Final = ("__init__", "_registry", "_request_blocks_can_be_freed")
 """Names with an underscore that are looked at all the same."""
 
 
@@ -64,8 +72,9 @@ def read_interface(package: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for file, names in CLASSES.items():
         for node in ast.parse((package / file).read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and node.name in names:
-                found |= {f"{node.name}.{name}": what for name, what in _members(node).items()}
+            if isinstance(node, ast.ClassDef):
+                members = {f"{node.name}.{name}": what for name, what in _members(node).items()}
+                found |= {name: what for name, what in members.items() if node.name in names or name in names}
             elif isinstance(node, ast.FunctionDef) and node.name in names:
                 found[f"{Path(file).stem}.{node.name}"] = f"function({', '.join(_parameters(node.args))})"
             else:
@@ -149,6 +158,13 @@ def installed_package() -> Path:
     return Path(found.origin).parent
 
 
+def overridden(file: Path, name: str) -> dict[str, str]:
+    """Return the public members of a class in a file, as ``read_interface`` has them."""
+    nodes = ast.parse(file.read_text(encoding="utf-8")).body
+    (node,) = [one for one in nodes if isinstance(one, ast.ClassDef) and one.name == name]
+    return _members(node)
+
+
 if __name__ == "__main__":
-    members = read_interface(installed_package())
+    members = read_interface(Path(sys.argv[2]) if len(sys.argv) > 2 else installed_package())
     Path(sys.argv[1]).write_text(f"{json.dumps(members, indent=1)}\n", encoding="utf-8")
