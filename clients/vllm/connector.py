@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from kvferry.clients.vllm.memory import RankMemory
+    from kvferry.clients.vllm.memory import Cache, RankMemory
     from kvferry.clients.vllm.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         """Give vLLM the daemon's memory for its KV cache."""
         return None if self._memory is None else self._memory.allocation()
 
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: Mapping[str, Cache]) -> None:
         """Compare vLLM's KV cache with what the daemon was told of it."""
         if self._memory is not None and self._worker is not None:
             self._memory.take(kv_caches)

@@ -27,6 +27,9 @@ KINDS: Final = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedL
 MOST_CACHED: Final = 16
 """Groups of a lookup."""
 
+ASCEND_LATENTS: Final = "AscendMLAAttentionSpec"
+"""vllm-ascend's kind of latents, a class of its own."""
+
 DRAFT_MODEL: Final = "draft_model."
 """Begins the names of the layers of a draft model that can do without the model."""
 
@@ -35,6 +38,10 @@ PLAIN: Final = (
     ("compress_ratio", 1),
     ("model_version", None),
     ("num_speculative_blocks", 0),
+    ("sparse_head_dim", None),
+    ("scale_dim", 0),
+    ("cache_sparse_sfa_c8", False),
+    ("store_on_host", False),
 )
 """What a spec may say, and what it says of a cache that is carried."""
 
@@ -94,7 +101,7 @@ def groups_of(kv_cache_config: KVCacheConfig) -> list[Group]:
 
 def _group(number: int, told: object) -> Group:
     spec: KVCacheSpec = told.kv_cache_spec  # type: ignore[attr-defined]
-    if type(spec) not in KINDS:
+    if type(spec) not in KINDS and type(spec).__name__ != ASCEND_LATENTS:
         raise refusal(f"a KV cache of the kind {type(spec).__name__}", "kv_cache_groups")
     for name, plain in PLAIN:
         found = getattr(spec, name, plain)

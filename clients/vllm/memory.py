@@ -24,7 +24,6 @@ from kvferry.pools.layouts import manifest_of
 from kvferry.pools.layouts.mla import packed_token_bytes
 from kvferry.pools.layouts.parts import DRAFT
 from kvferry.protocol.errors import InvalidFieldError
-from kvferry.protocol.ids import MAIN
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Spec = MhaSpec | MlaSpec
+Cache = torch.Tensor | Sequence[torch.Tensor]
+"""A layer's, as vLLM has it; vllm-ascend has several tensors of a layer."""
 
 MHA_VIEWS: Final[Mapping[str, Literal["hnd", "paged", "page_first_direct"]]] = {
     "LBHNC": "hnd",
@@ -46,6 +47,9 @@ MLA_VIEWS: Final[Mapping[str, Literal["paged", "page_first_direct"]]] = {
     "BLNHC": "page_first_direct",
 }
 """vLLM's layouts of a group's memory, which the daemon knows under other names; of one head, two are one."""
+
+NPU: Final = "npu"
+"""vllm-ascend's device, where a layer has a tensor of k and one of v, or of latents and of their rope part."""
 
 DIMENSIONS: Final = 4
 """Of a layer: blocks, heads, tokens, content."""
@@ -85,8 +89,9 @@ def spec_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, ranks: Para
             _check_content(vllm_config, one.spec)
     names = in_order(name for one in groups for name in one.layers)
     drafts = draft_layers(vllm_config, names)
-    if drafts and len(groups) > 1:
-        raise refusal("a draft model beside several KV cache groups", "speculative_config")
+    is_split = vllm_config.device_config.device_type == NPU
+    if len(groups) > 1:
+        _check_several(drafts=bool(drafts), is_split=is_split)
     layout = "LBHNC" if staged else _layout(kv_cache_config, groups)
     is_latent = isinstance(kind, MLAAttentionSpec)
     views: Mapping[str, Any] = MLA_VIEWS if is_latent else MHA_VIEWS
@@ -97,7 +102,7 @@ def spec_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, ranks: Para
         "layers": len(names) - len(drafts),
         "draft": DraftSpec(layers=len(drafts)) if drafts else None,
         "groups": tuple(tuple(numbers[name] for name in one.layers) for one in groups) if len(groups) > 1 else (),
-        "joined": True,
+        "joined": not is_split,
     }
     if not _are_alike(groups):
         return _of_bytes(vllm_config, kv_cache_config, groups, ranks, common)
@@ -105,7 +110,7 @@ def spec_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, ranks: Para
         "tokens": (kv_cache_config.num_blocks - 1) * kind.block_size,
         "page_size": kind.block_size,
         "dtype": _dtype(vllm_config, kind),
-        "view": views[layout],
+        "view": "paged" if is_split else views[layout],
     }
     told = str(vllm_config.cache_config.cache_dtype)
     if is_latent:
@@ -133,6 +138,18 @@ def spec_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, ranks: Para
         packing=_packing(vllm_config, kind),
         **common,
     )
+
+
+def _check_several(*, drafts: bool, is_split: bool) -> None:
+    """Refuse by name what is not carried beside several KV cache groups.
+
+    Raises:
+        InvalidFieldError: a draft model, or vllm-ascend's tensors.
+    """
+    if drafts:
+        raise refusal("a draft model beside several KV cache groups", "speculative_config")
+    if is_split:
+        raise refusal("several KV cache groups with vllm-ascend", "kv_cache_groups")
 
 
 ALIKE: Final = ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "page_size_padded")
@@ -331,6 +348,7 @@ class RankMemory:
         """Where staged: of each group each layer of vLLM's, and its copy."""
         entries = manifest_of(pool.spec).entries
         self._block_bytes = [sum(e.page_bytes for e in entries if e.component == one.component) for one in groups]
+        self._roles = tuple(dict.fromkeys(one.role for one in entries))
         logger.info("kvferry: pool %s, vLLM's KV memory is %s", pool.name, kind)
 
     def __repr__(self) -> str:
@@ -347,7 +365,7 @@ class RankMemory:
             self._allocation = Allocation(self.pool.whole().view(torch.int8))
         return self._allocation
 
-    def take(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    def take(self, kv_caches: Mapping[str, Cache]) -> None:
         """Compare vLLM's layers with what was described to the daemon; those that share another's have none.
 
         Raises:
@@ -358,19 +376,17 @@ class RankMemory:
             for name in group.layers:
                 self._check(name, caches[name], group)
         if self.kind == "staged":
-            copies = {one.component: [*self.pool.tensor("k", one.component)] for one in self.groups}
-            if self.pool.spec.draft is not None:
-                copies[MAIN] += self.pool.tensor("k", DRAFT)
             self._layers = [
                 [
-                    (caches[name], _formed(copy, caches[name]))
-                    for name, copy in zip(one.layers, copies[one.component], strict=True)
+                    (part, _formed(copy, part))
+                    for name, copies in zip(one.layers, self._copies(one), strict=True)
+                    for part, copy in zip(caches[name], copies, strict=True)
                 ]
                 for one in self.groups
             ]
             return
         base, size = self.pool.whole().data_ptr(), self.pool.whole().nbytes
-        outside = [name for name, one in caches.items() if not base <= one.data_ptr() < base + size]
+        outside = [name for name, (one, *_) in caches.items() if not base <= one.data_ptr() < base + size]
         if outside or self._allocation is None or self._allocation.given != 1:
             raise InvalidFieldError(
                 f"vLLM has not put its KV cache into the daemon's memory ({len(outside)} layers lie elsewhere): say "
@@ -378,8 +394,14 @@ class RankMemory:
                 field="memory",
             )
 
-    def _own(self, kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the layers that have a cache of their own: others of the same memory share it.
+    def _copies(self, group: Group) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yield of each layer of a group what the pool has of it, by role."""
+        components = [group.component, *([DRAFT] if self.pool.spec.draft is not None else [])]
+        for component in components:
+            yield from zip(*(self.pool.tensor(role, component) for role in self._roles), strict=True)
+
+    def _own(self, kv_caches: Mapping[str, Cache]) -> dict[str, tuple[torch.Tensor, ...]]:
+        """Return the tensors of the layers that have a cache of their own: others of the same memory share it.
 
         Raises:
             InvalidFieldError: one is missing, or has another cache than the daemon was told.
@@ -388,20 +410,25 @@ class RankMemory:
         missing = [name for name in names if name not in kv_caches]
         if missing:
             raise refusal(f"{len(kv_caches)} layers in {len(names)}, without {missing[0]}", "model")
-        own = {name: kv_caches[name] for name in names}
-        known = {one.data_ptr() for one in own.values()}
-        other = [name for name, one in kv_caches.items() if name not in own and one.data_ptr() not in known]
+        parts = {name: (one,) if isinstance(one, torch.Tensor) else tuple(one) for name, one in kv_caches.items()}
+        own = {name: parts[name] for name in names}
+        known = {one.data_ptr() for one, *_ in own.values()}
+        other = [name for name, (one, *_) in parts.items() if name not in own and one.data_ptr() not in known]
         if other:
             raise refusal(f"{len(kv_caches)} layers in {len(names)}, with {other[0]}", "model")
         return own
 
-    def _check(self, name: str, cache: torch.Tensor, group: Group) -> None:
+    def _check(self, name: str, parts: Sequence[torch.Tensor], group: Group) -> None:
         blocks, page = self.pool.pages, int(group.spec.page_size_bytes)
-        is_whole = len(cache) == blocks and cache.nbytes == blocks * page
+        if len(parts) != len(self._roles):
+            raise refusal(f"layer {name} of {len(parts)} tensors, not {len(self._roles)}", "kv_cache_groups")
+        size, counts = sum(one.nbytes for one in parts), {len(one) for one in parts}
+        is_whole = counts == {blocks} and size == blocks * page
         if self.pool.page_size != group.block_size:  # of bytes, which may be parts of blocks, or end with a gap
-            is_whole = len(cache) % blocks == 0 and cache.nbytes <= blocks * page
-        if cache.dim() != DIMENSIONS or not is_whole:
-            raise refusal(f"layer {name} of the shape {tuple(cache.shape)} for {blocks} blocks", "block_size")
+            is_whole = not any(count % blocks for count in counts) and size <= blocks * page
+        if any(one.dim() != DIMENSIONS for one in parts) or not is_whole:
+            shapes = " and ".join(str(tuple(one.shape)) for one in parts)
+            raise refusal(f"layer {name} of the shape {shapes} for {blocks} blocks", "block_size")
 
     def copy_out(self, blocks: Iterable[Blocks]) -> None:
         """Where staged: copy blocks of vLLM's to the pool."""

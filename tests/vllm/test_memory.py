@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -72,6 +73,20 @@ MHA = full_attention()
 NARROW_V = full_attention(head_size_v=4)
 MLA = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=RANK + ROPE, dtype=torch.bfloat16)
 ONE_RANK = Parallel(0, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AscendMLAAttentionSpec(MLAAttentionSpec):
+    """What vllm-ascend has in the place of vLLM's, by its name; with its field of 0.23."""
+
+    sparse_head_dim: tuple[int, ...] | None = None
+
+
+class AscendSFAIndexerCacheSpec(MLAAttentionSpec):
+    """The same of an indexer's cache."""
+
+
+ASCEND_MLA = AscendMLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=RANK + ROPE, dtype=torch.bfloat16)
 
 
 def window(**more: Any) -> SlidingWindowSpec:  # noqa: ANN401  of vLLM's
@@ -412,6 +427,52 @@ def test_staged_blocks_are_copied_and_no_others(rank: RankMemory) -> None:
     for (layer, _), was in zip(bits, before, strict=True):
         assert (layer[4] == 7).all()
         assert torch.equal(layer[:4], was[:4])
+
+
+@pytest.mark.parametrize("kind", [MHA, NARROW_V, ASCEND_MLA], ids=["k and v", "narrow v", "latents and rope"])
+def test_vllm_ascends_tensors_of_a_layer_are_copied_each(kept_daemon: Daemon, kind: Any) -> None:  # noqa: ANN401
+    """As its worker makes them: each aligned to 2 MiB, at an offset in a longer allocation, blocks outermost."""
+    told, config = kv_cache_config(kind), vllm_config(device="npu")
+    kind_of_memory, spec = choose(config, told, configuration("auto"), ONE_RANK)
+    assert kind_of_memory == "staged"
+    heads, widths = (1, (RANK, ROPE)) if kind is ASCEND_MLA else (HEADS, (WIDTH, kind.head_size_v))
+    layers = {name: tuple(aligned((BLOCKS, BLOCK, heads, width), kind.dtype) for width in widths) for name in names()}
+    with closing(Session("ascend", str(kept_daemon.runtime_dir))) as session:
+        pool = EnginePool(session, "ascend", spec, ModelIdentity(name="model", revision="1"), "daemon")
+        rank = RankMemory("staged", pool, groups_of(told))
+        rank.take(dict(reversed(layers.items())))
+        rank.copy_out([Blocks([1, 3], 0)])
+        for number, parts in enumerate(layers.values()):
+            for role, part in zip(("k", "v"), parts, strict=True):
+                copy = pool.tensor(role)[number].view(part.shape)
+                assert torch.equal(copy[[1, 3]], part[[1, 3]])
+                assert not copy[[0, 2, 4]].any()
+                copy[4] = 7
+        rank.copy_in([Blocks([4], 0)])
+        assert all((part[4] == 7).all() and not (part[2] == 7).all() for parts in layers.values() for part in parts)
+        with pytest.raises(InvalidFieldError, match=f"layer {names()[0]} of 3 tensors, not 2"):
+            rank.take({name: (*parts, parts[0]) for name, parts in layers.items()})
+        with pytest.raises(InvalidFieldError, match=f"layer {names()[0]} of 1 tensors, not 2"):
+            rank.take({name: parts[0] for name, parts in layers.items()})
+
+
+def aligned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return random elements as vllm-ascend allocates them where there is a connector."""
+    size, alignment = torch.Size(shape).numel() * dtype.itemsize, 2 << 20
+    raw = torch.randint(1, 100, (size + alignment,), dtype=torch.int8)
+    return raw[-raw.data_ptr() % alignment :][:size].view(dtype).view(shape)
+
+
+def test_vllm_ascends_caches_that_are_not_carried_are_refused_by_name() -> None:
+    several, config = grouped((MHA, names()[:6]), (window(), names()[6:])), vllm_config(device="npu")
+    with pytest.raises(InvalidFieldError, match="several KV cache groups with vllm-ascend"):
+        spec_of(config, several, ONE_RANK, staged=True)
+    sparse = dataclasses.replace(ASCEND_MLA, sparse_head_dim=(RANK, ROPE, 8))
+    with pytest.raises(InvalidFieldError, match=r"a KV cache whose sparse_head_dim is \(16, 8, 8\)"):
+        groups_of(kv_cache_config(sparse))
+    assert groups_of(kv_cache_config(ASCEND_MLA))
+    with pytest.raises(InvalidFieldError, match="a KV cache of the kind AscendSFAIndexerCacheSpec"):
+        groups_of(kv_cache_config(AscendSFAIndexerCacheSpec(**vars(MLA))))
 
 
 @pytest.mark.parametrize("rank", ["owned"], indirect=True)
