@@ -298,10 +298,10 @@ class TablesStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One tier in STATUS. ``state``: ``ready``, ``full``, or what is wrong: ``away: …``, ``failing: …``.
+    """One tier in STATUS. ``state``: ``ready``, ``full``, or what is wrong: ``away: …``, ``failing: …``, ``slow: …``.
 
     ``pinned_bytes``: in the host tier, the bytes of snapshots and of blocks pinned by a lease, an operation or an
-    operator.
+    operator. ``write_us`` and ``read_us``: what the last few blocks took, of the last five minutes; 0: there was none.
     """
 
     tier: str
@@ -311,6 +311,8 @@ class TierStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pinned_bytes: int = 0
     blocks: int = 0
     snapshots: int = 0
+    write_us: int = 0
+    read_us: int = 0
 
 
 class OperationStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -71,6 +71,7 @@ DEVICE_STREAMS = _gauge("device_streams", "Streams that the daemon has made on a
 TABLES = _gauge("tables", "Graph tables.", "device")
 TABLES_WAITING = _gauge("tables_waiting", "Graph tables with an update that waits or is being copied.", "device")
 TIER_READY = _gauge("tier_ready", "1 while a tier takes blocks; 0: full, failing or away.", "tier")
+TIER_SLOW = _gauge("tier_slow", "1 while the last blocks of a tier took far longer than they should.", "tier")
 TIER_BYTES = _gauge("tier_bytes", "Memory of a tier, each byte in one state.", "tier", "state")
 TIER_BLOCKS = _gauge("tier_blocks", "Cached blocks of a tier.", "tier")
 TIER_SNAPSHOTS = _gauge("tier_snapshots", "Snapshots in the host tier.")
@@ -141,6 +142,10 @@ _counted("operations", r"operations\.(?P<kind>\w+)\.(?P<outcome>\w+)", "Ended op
 _counted("cache_lookups", r"cache\.lookups", "LOOKUPs.")
 _counted("cache_asked_blocks", r"cache\.asked_blocks", "Blocks of prompts in LOOKUPs.")
 _counted("cache_hit_blocks", r"cache\.hit_blocks", "Blocks that were found in all groups.")
+_counted(
+    "cache_found_blocks", r"cache\.found\.(?P<where>host|disk|remote|nowhere)", "All asked blocks, by where they are."
+)
+_counted("cache_unbounded_hit_blocks", r"cache\.unbounded_hit_blocks", "What would be hits if nothing were evicted.")
 _counted("cache_stored_blocks", r"cache\.stored_blocks", "New blocks.")
 _counted("cache_lost_blocks", r"cache\.(?P<reason>missed|damaged)_blocks", "Blocks that were found, and not read.")
 _counted("cache_expired_leases", r"cache\.expired_leases", "Leases that nobody used for five minutes.")
@@ -173,8 +178,12 @@ STAGE_SECONDS = _metric(
 TRANSFER_SECONDS = _metric(
     "histogram", "transfer_seconds", "Times of sides that succeeded, as FINISHED says them.", ("direction", "part")
 )
+TIER_SECONDS = _metric("histogram", "tier_block_seconds", "What a lower tier took for a block.", ("tier", "way"))
+TIER_RESIDENCE_SECONDS = _metric("histogram", "tier_residence_seconds", "Age of evicted blocks of the host tier.")
 TIMED: Final = (
     Counted(STAGE_SECONDS, re.compile(r"stages\.(?P<stage>\w+)\.(?P<transport>\w+)")),
+    Counted(TIER_SECONDS, re.compile(r"tiers\.(?P<tier>disk|remote)\.(?P<way>write|read)")),
+    Counted(TIER_RESIDENCE_SECONDS, re.compile(r"tiers\.host\.residence")),
     Counted(TRANSFER_SECONDS, re.compile(r"transfers\.(?P<direction>send|receive)\.(?P<part>waited|moved)")),
 )
 

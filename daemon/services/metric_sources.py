@@ -210,7 +210,9 @@ def of_tiers(tiers: Tiers) -> Source:
         for one in tiers.status():
             if one.state == "off":
                 continue
-            yield Sample(catalogue.TIER_READY, (one.tier,), one.state == "ready")
+            slow = one.state.startswith("slow: ")
+            yield Sample(catalogue.TIER_READY, (one.tier,), slow or one.state == "ready")
+            yield Sample(catalogue.TIER_SLOW, (one.tier,), slow)
             yield Sample(catalogue.TIER_BLOCKS, (one.tier,), one.blocks)
             cached = one.used_bytes - one.pinned_bytes
             free = max(0, one.total_bytes - one.used_bytes)

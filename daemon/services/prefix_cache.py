@@ -42,6 +42,7 @@ from kvferry.pools.tiers.cached_block import (
 )
 from kvferry.pools.tiers.group_prefix import longest_prefix
 from kvferry.pools.tiers.index import PinnedBlocks
+from kvferry.pools.tiers.stored_before import StoredBefore
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
     CacheMissError,
@@ -82,6 +83,7 @@ class _Looking:
         length: how many leading blocks may still be found.
         host: how many of the blocks are in the host tier, of those that were counted as used.
         disk: how many of these have their fastest copy on disk.
+        below: the numbers of blocks of the prompt that a group has in no memory, and whether one has them on no disk.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class _Looking:
         self.parent = lease.groups[0].blocks[-1].hash if lease is not None and lease.length else None
         self.length = len(hashes)
         self.host = self.disk = 0
+        self.below: dict[int, bool] = {}
 
     @property
     def count(self) -> int:
@@ -169,6 +172,7 @@ class PrefixCache:
         self._lower = lower
         self._counters = counters
         self.leases = Leases(host, counters)
+        self._stored_before = StoredBefore()
         self._looking: dict[tuple[int, int], _Looking] = {}
         """The lookups that were not answered at once, by session and message."""
         self._abandoned: deque[_Storing] = deque()
@@ -245,7 +249,7 @@ class PrefixCache:
         group = groups[0]
         if self._look(looking, group) or self._lower_may_have(looking, group):
             return self._look_on(looking)
-        self._use_some(looking, group.blocks)
+        self._use_some(looking, group.blocks, 0)
         return self._found(looking, len(group.blocks))
 
     def _look(self, looking: _Looking, group: GroupBlocks) -> bool:
@@ -293,7 +297,7 @@ class PrefixCache:
             for group in looking.groups:
                 self._give(looking, group, kept=looking.length - group.first)
                 for start in reversed(range(0, len(group.blocks), BLOCKS_AT_ONCE)):
-                    self._use_some(looking, group.blocks[start : start + BLOCKS_AT_ONCE])
+                    self._use_some(looking, group.blocks[start : start + BLOCKS_AT_ONCE], group.first + start)
                     await asyncio.sleep(0)
             answer = self._found(looking, looking.length)
             is_kept = looking.body.pin
@@ -370,16 +374,47 @@ class PrefixCache:
             await asyncio.sleep(0)
         return True
 
-    def _use_some(self, looking: _Looking, blocks: Sequence[CachedBlock]) -> None:
-        """Take note that blocks of a group are used, which brings them up; those of a prompt's end come first."""
+    def _use_some(self, looking: _Looking, blocks: Sequence[CachedBlock], first: int) -> None:
+        """Take note that blocks of a group are used, which brings them up; those of a prompt's end come first.
+
+        ``first``: the number of the first one in the prompt.
+        """
         self._host.index.touch(blocks)
         self._lower.used(blocks)
         lower = [one for one in blocks if not one.in_host]
         looking.host += len(blocks) - len(lower)
         looking.disk += sum([one.on_disk for one in lower])
+        if not lower:
+            return
+        for number, block in enumerate(blocks, first):
+            if not block.in_host:
+                looking.below[number] = looking.below.get(number, False) or not block.on_disk
         if looking.body.pin:
             for block in lower:
                 self._lower.promote(block)
+
+    def _count(self, looking: _Looking, length: int) -> None:
+        """Count each block of the prompt once: where it was found, or that it was not.
+
+        One of several groups counts where the slowest of them is; one before the first that is needed, as that one.
+        """
+        asked, remote = len(looking.hashes), sum(looking.below.values())
+        disk = len(looking.below) - remote
+        first = min((one.first for one in looking.groups), default=0)
+        if first in looking.below:
+            remote, disk = (remote + first, disk) if looking.below[first] else (remote, disk + first)
+        self._counters.add("cache.lookups")
+        self._counters.add("cache.asked_blocks", asked)
+        self._counters.add("cache.hit_blocks", length)
+        self._counters.add("cache.found.host", length - disk - remote)
+        self._counters.add("cache.found.disk", disk)
+        self._counters.add("cache.found.remote", remote)
+        self._counters.add("cache.found.nowhere", asked - length)
+        unbounded = length
+        if length < asked:
+            reaches = [self._stored_before.reach(one.namespace, looking.hashes) for one in looking.groups]
+            unbounded = max(length, min(reaches))
+        self._counters.add("cache.unbounded_hit_blocks", unbounded)
 
     def _found(self, looking: _Looking, length: int) -> Answer:
         """Make what a lookup has pinned a lease, or more of one, and return the reply.
@@ -396,9 +431,7 @@ class PrefixCache:
             self.leases.check_blocks(owner_id, looking.count)
             if lease is None:
                 self.leases.check_number(owner_id)
-        self._counters.add("cache.lookups")
-        self._counters.add("cache.asked_blocks", len(looking.hashes))
-        self._counters.add("cache.hit_blocks", length)
+        self._count(looking, length)
         if body.pin and lease is not None:
             self.leases.extend(lease, groups, length)
         elif body.pin and length:
@@ -542,6 +575,8 @@ class PrefixCache:
         self._host.commit(some, offsets[start:stop], digests)
         storing.over += len(some)
         self._counters.add("cache.stored_blocks", len(some))
+        if some:
+            self._stored_before.add(some[0].namespace, [one.hash for one in some])
         self._lower.stored(some)
 
     # -- LOAD

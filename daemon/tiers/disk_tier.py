@@ -19,7 +19,7 @@ from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.process.threads import started_threads
 from kvferry.daemon.tiers.host_tier import CATCH_UP_TURNS, USES_AT_ONCE, Demotions, HostTier
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
-from kvferry.daemon.tiers.write_failures import WriteFailures
+from kvferry.daemon.tiers.tier_health import TierHealth, Way
 from kvferry.pools.host.memory import smallest_limit
 from kvferry.pools.integrity import WALKED, Problem, Walk
 from kvferry.pools.tiers.arena import Offsets, whole_units
@@ -85,7 +85,7 @@ class DiskTier:
         self._used_bytes = 0
         self._queue = Demotions(host, Tier.DISK, self._write_block)
         self._paused_until = 0.0
-        self._failures = WriteFailures("disk", clock)
+        self._health = TierHealth("disk", clock)
         self._closing = threading.Event()
         self._writer = started_threads(1, "disk-write")
         self._reader = started_threads(1, "disk-read")
@@ -166,7 +166,7 @@ class DiskTier:
         buffers = self._buffers(offsets, page_bytes)
         loop = asyncio.get_running_loop()
         try:
-            digests = await loop.run_in_executor(self._reader, self._read, block.key, buffers)
+            digests, took_s = await loop.run_in_executor(self._reader, self._read, block.key, buffers)
         except (MissingBlockError, DamagedBlockError) as error:
             damaged = isinstance(error, DamagedBlockError)
             self._counters.add("tiers.disk.damaged_blocks" if damaged else "tiers.disk.missing_blocks")
@@ -177,6 +177,7 @@ class DiskTier:
             self._pause(error)
             return None
         self._counters.add("tiers.disk.read_blocks")
+        self._took("read", took_s, block.size_bytes)
         return digests
 
     def remove(self, blocks: Sequence[CachedBlock]) -> None:
@@ -189,10 +190,12 @@ class DiskTier:
         """Return the tier as STATUS shows it."""
         return TierStatus(
             tier="disk",
-            state=self._failures.state or "ready",
+            state=self._health.state,
             total_bytes=self._max_bytes,
             used_bytes=self._used_bytes,
             blocks=len(self._sizes),
+            write_us=self._health.mean_us("write"),
+            read_us=self._health.mean_us("read"),
         )
 
     # -- checks
@@ -338,18 +341,19 @@ class DiskTier:
             if not await self._evict_for(size_bytes):
                 self._counters.add("tiers.disk.skipped_blocks")
                 return
-            written = await asyncio.get_running_loop().run_in_executor(
+            took_s = await asyncio.get_running_loop().run_in_executor(
                 self._writer, self._write, block, buffers, self._host.models.get(block.namespace.identity, "")
             )
         except DiskError as error:
             self._pause(error)
             return
-        if not written:
+        if took_s is None:
             return
+        self._took("write", took_s, block.size_bytes)
         if self._host.index.set_tier(block, Tier.DISK, present=True):
             self._add(block, size_bytes)
             self._counters.add("tiers.disk.written_blocks")
-            self._failures.succeeded()
+            self._health.succeeded()
         else:  # it was dropped meanwhile
             await self._unlink(block)
 
@@ -364,32 +368,50 @@ class DiskTier:
         if failed:
             log.warning("cached blocks could not be deleted from disk", blocks=len(failed), cause=str(failed[0]))
 
-    def _write(self, block: CachedBlock, buffers: list[memoryview], model: str) -> bool:
-        """On the writing thread: write a block in steps that the scheduler allows; False where the daemon is ending."""
+    def _write(self, block: CachedBlock, buffers: list[memoryview], model: str) -> float | None:
+        """On the writing thread: write a block in steps that the scheduler allows.
+
+        Returns:
+            How long the disk took, in seconds; None where the daemon is ending.
+        """
+        began_s, waited_s = self._clock(), 0.0
         with self._store.begin_write(block.key, buffers, block.digests, block.parent, model) as writer:
             written = False
             while not written:
+                asked_s = self._clock()
                 if not self._scheduler.begin(OperationClass.DEMOTION, STEP_BYTES, self._closing.is_set):
-                    return False
+                    return None
+                waited_s += self._clock() - asked_s
                 try:
                     written = writer.step(STEP_BYTES)
                 finally:
                     self._scheduler.end(OperationClass.DEMOTION, STEP_BYTES)
             writer.finish()
-        return True
+        return self._clock() - began_s - waited_s
 
-    def _read(self, key: BlockKey, buffers: list[memoryview]) -> Digests:
-        """On the reading thread: read a block, scheduled like a restore, since one waits for it."""
+    def _read(self, key: BlockKey, buffers: list[memoryview]) -> tuple[Digests, float]:
+        """On the reading thread: read a block, scheduled like a restore, since one waits for it.
+
+        Returns:
+            Its digests, and how long the disk took, in seconds.
+        """
+        began_s, waited_s = self._clock(), 0.0
         with self._store.begin_read(key, buffers) as reader:
             read = False
             while not read:
+                asked_s = self._clock()
                 if not self._scheduler.begin(OperationClass.RESTORE, STEP_BYTES, self._closing.is_set):
                     raise MissingBlockError("the daemon is ending")
+                waited_s += self._clock() - asked_s
                 try:
                     read = reader.step(STEP_BYTES)
                 finally:
                     self._scheduler.end(OperationClass.RESTORE, STEP_BYTES)
-            return reader.header.digests
+            return reader.header.digests, self._clock() - began_s - waited_s
+
+    def _took(self, way: Way, seconds: float, size_bytes: int) -> None:
+        self._counters.observe(f"tiers.disk.{way}", seconds)
+        self._health.took(way, seconds, size_bytes)
 
     async def _evict_for(self, size_bytes: int) -> bool:
         """Evict files until ``size_bytes`` fit; blocks that a lookup waits for stay. Return whether they fit."""
@@ -454,7 +476,7 @@ class DiskTier:
         self._counters.add("tiers.disk.full" if full else "tiers.disk.failed")
         self._paused_until = self._clock() + PAUSE_S
         remedy = "free space, or lower tiers.disk.max_bytes" if full else "check the disk (dmesg, smartctl)"
-        self._failures.failed("full" if full else f"failing: {error}", f"{remedy}; blocks stay in memory meanwhile")
+        self._health.failed("full" if full else f"failing: {error}", f"{remedy}; blocks stay in memory meanwhile")
 
     def _buffers(self, offsets: Offsets, page_bytes: int) -> list[memoryview]:
         memory = memoryview(self._host.region.buffer)

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -78,6 +78,9 @@ JOURNAL_CHANGES = 1 << 16
 JOURNAL_PART = 8
 HASH_MEMORY_BYTES = 64
 """The journal may have an eighth as much memory as others may make the daemon keep; so much a hash takes."""
+
+SAMPLED: Final = 16
+"""Of so many blocks one is looked at for how long it stays."""
 
 MAX_LABELS = 4096
 """Models whose labels are kept; beyond that, blocks of the oldest ones are listed without a label."""
@@ -154,6 +157,8 @@ class HostTier:
         self.journal = CacheJournal(JOURNAL_CHANGES, new_number(), max_hashes)
         quota_bytes = size_bytes if config.tenant_bytes is None else config.tenant_bytes
         self._call_soon = call_soon
+        self._entered_s: dict[CachedBlock, float] = {}
+        """When some of the blocks came."""
         self._turn = asyncio.Lock()
         self.index = BlockIndex(
             self.journal,
@@ -289,12 +294,14 @@ class HostTier:
     ) -> None:
         """See ``BlockIndex.commit``."""
         self.index.commit(blocks, offsets, digests)
+        self._note_entered(blocks)
         self._record(blocks, offsets, digests)
 
     def enter(self, block: CachedBlock, offsets: Offsets, digests: Digests) -> bool:
         """See ``BlockIndex.enter_host``."""
         entered = self.index.enter_host(block, offsets, digests)
         if entered:
+            self._note_entered([block])
             self._record([block], offsets[None], np.array([digests], np.uint64) if digests else None)
         return entered
 
@@ -302,10 +309,15 @@ class HostTier:
         """Remove blocks from all tiers that the index knows, and free their memory as soon as nobody reads it."""
         freed: list[Freed] = []
         for block in blocks:
+            self._entered_s.pop(block, None)
             if self._kept is not None and block.offsets is not None:
                 self._kept.record.clear(block.offsets)
             freed += self.index.remove(block)
         self.free_all(freed)
+
+    def _note_entered(self, blocks: Sequence[CachedBlock]) -> None:
+        if blocks:  # their serials follow each other
+            self._entered_s.update(dict.fromkeys(blocks[-blocks[0].serial % SAMPLED :: SAMPLED], self._clock()))
 
     def _record(self, blocks: Sequence[CachedBlock], offsets: Offsets, digests: npt.NDArray[np.uint64] | None) -> None:
         """Record blocks of one namespace that are visible in the host tier now."""
@@ -626,6 +638,9 @@ class HostTier:
             if not block.on_disk and not block.in_remote:
                 self._counters.add("tiers.host.lost_blocks")
             freed.append(self.index.drop_host(block))
+            entered_s = self._entered_s.pop(block, None)
+            if entered_s is not None:
+                self._counters.observe("tiers.host.residence", self._clock() - entered_s)
         self.free_all(freed)
         return bool(freed)
 

@@ -41,7 +41,7 @@ from kvferry.daemon.tiers.store_process import (
     Remove,
     pack_ranges,
 )
-from kvferry.daemon.tiers.write_failures import WriteFailures
+from kvferry.daemon.tiers.tier_health import TierHealth, Way
 from kvferry.daemon.transports.mooncake_native import INSTALL, MooncakeSettings, check_address, check_protocol
 from kvferry.pools.tiers.cached_block import BlockKey
 from kvferry.protocol.config.schema import RemoteTierConfig
@@ -184,7 +184,8 @@ class RemoteStore:
         self._master_answers = False
         self._away_logged = False
         self._why_away = "it has not been joined yet"
-        self._puts_failing = WriteFailures("remote")
+        self.health = TierHealth("remote")
+        """Of puts and gets, while the store is there."""
         self._lookups = 0
         self._moves = StoreMoves(tuning.threads, tuning.timeout_s, lambda: self._reachable)
         self._changed = asyncio.Event()
@@ -208,8 +209,8 @@ class RemoteStore:
 
     @property
     def state(self) -> str:
-        """Return ``ready``, ``full``, or what is wrong: ``away: …`` or ``failing: …``."""
-        return (self._puts_failing.state or "ready") if self.available else f"away: {self._why_away}"
+        """Return ``ready``, ``full``, or what is wrong: ``away: …``, ``failing: …`` or ``slow: …``."""
+        return self.health.state if self.available else f"away: {self._why_away}"
 
     @property
     def _reachable(self) -> StoreLink | None:
@@ -331,11 +332,16 @@ class RemoteStore:
         if link is None:
             return None
         size_bytes = sum(size for _, size in ranges)
+        began_s = time.monotonic()
         moved = await self._moves.move(block, size_bytes)
         outcome = "failed" if moved is None else _OUTCOMES.get(moved.status, "failed")
         self._counters.add(f"remote.{what}_{outcome}")
         if outcome == "done":
             self._counters.add(f"remote.{what}_bytes", size_bytes)
+            way: Way = "write" if what == "puts" else "read"
+            took_s = time.monotonic() - began_s
+            self._counters.observe(f"tiers.remote.{way}", took_s)
+            self.health.took(way, took_s, size_bytes)
         if moved is not None:
             self._check_status(link, moved.status)
         return moved
@@ -345,14 +351,14 @@ class RemoteStore:
         if not self.available:
             return
         if moved is None:
-            self._puts_failing.failed(f"failing: no answer within {self._tuning.timeout_s:g} s", _LOOK)
+            self.health.failed(f"failing: no answer within {self._tuning.timeout_s:g} s", _LOOK)
         elif moved.status == OK:
-            self._puts_failing.succeeded()
+            self.health.succeeded()
         elif moved.status == NO_ROOM:  # for moments where the store is new, or evicts
-            self._puts_failing.failed("full", _ENLARGE, patience_s=FULL_S)
+            self.health.failed("full", _ENLARGE, patience_s=FULL_S)
         else:
             cause = _CAUSES.get(moved.status, "Mooncake's error")
-            self._puts_failing.failed(f"failing: {cause} ({moved.status})", _LOOK)
+            self.health.failed(f"failing: {cause} ({moved.status})", _LOOK)
 
     # --- supervision ---
 

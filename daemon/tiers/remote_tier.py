@@ -151,7 +151,15 @@ class RemoteTier:
 
     def status(self) -> TierStatus:
         """Return the tier as STATUS shows it; only the store's master knows how full the store is."""
-        return TierStatus(tier="remote", state=self._store.state, total_bytes=0, used_bytes=0)
+        health = self._store.health
+        return TierStatus(
+            tier="remote",
+            state=self._store.state,
+            total_bytes=0,
+            used_bytes=0,
+            write_us=health.mean_us("write"),
+            read_us=health.mean_us("read"),
+        )
 
     async def _put(self, block: CachedBlock) -> None:
         """Put a block once the scheduler allows it."""

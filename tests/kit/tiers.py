@@ -38,6 +38,7 @@ from kvferry.daemon.tiers.remote_store import StoredHeader
 from kvferry.daemon.tiers.remote_tier import RemoteTier
 from kvferry.daemon.tiers.scheduler import OperationClass, Scheduler
 from kvferry.daemon.tiers.store_process import Range
+from kvferry.daemon.tiers.tier_health import TierHealth
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.integrity import check
 from kvferry.pools.pool import Pool
@@ -165,7 +166,7 @@ class ScriptedStore:
 
     Attributes:
         available: whether it is there.
-        state: what STATUS is to say.
+        state, health: what STATUS is to say.
         values: what it has, by name.
         waiting: calls that wait, oldest first.
         holds: whether calls wait.
@@ -174,6 +175,7 @@ class ScriptedStore:
     def __init__(self, arena: HostRegion) -> None:
         self.available = True
         self.state = "ready"
+        self.health = TierHealth("remote")
         self.values: dict[str, _Stored] = {}
         self.waiting: list[asyncio.Future[None]] = []
         self.holds = False

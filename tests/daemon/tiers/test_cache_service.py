@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
@@ -65,6 +67,39 @@ async def put_away(far: Harness, engine: Engine, *numbers: int) -> None:
     await settle()
     far.store.holds = True
     far.empty_memory()
+
+
+# -- what is counted of lookups
+
+
+async def test_each_block_that_is_asked_for_counts_once_where_it_was_found(tmp_path: Path) -> None:
+    """Hits of all tiers and misses sum to the blocks asked for; an unbounded cache would have all that was stored."""
+    random = Random(47)
+    async with harness(8, disk=tmp_path, disk_bytes=40_000) as tiers:
+        engine = tiers.engine()
+        stored, seen = dict.fromkeys(range(5), 0), Counter[str]()
+        for _ in range(60):
+            prompt, blocks = random.randrange(5), random.randrange(1, 5)
+            numbers = [1 + 10 * prompt + number for number in range(blocks)]
+            before = tiers.counters.snapshot()
+            found = await engine.answer(Lookup(pool=POOL, hashes=hashes(*numbers), pin=False), Found)
+            counted = Counter(tiers.counters.snapshot())
+            counted.subtract(before)
+            where = {one: counted[f"cache.found.{one}"] for one in ("host", "disk", "remote", "nowhere")}
+            assert sum(where.values()) == counted["cache.asked_blocks"] == blocks
+            assert where == {
+                "host": found.host, "disk": found.disk, "remote": found.remote, "nowhere": blocks - found.blocks,
+            }  # fmt: skip
+            assert counted["cache.unbounded_hit_blocks"] == min(blocks, stored[prompt])
+            seen.update({one: count for one, count in where.items() if count})
+            if random.random() < 0.5:
+                await engine.stored(*numbers)
+                stored[prompt] = max(stored[prompt], blocks)
+                await until(lambda: not any(one.pins for one in tiers.host.index.page(0, 100).blocks))
+        assert seen.keys() == {"host", "disk", "nowhere"}
+        lost = tiers.counters.snapshot()
+        assert lost["cache.unbounded_hit_blocks"] > lost["cache.hit_blocks"] > 0
+        assert tiers.counters.times()["tiers.host.residence"].values > 0
 
 
 # -- lookups and leases

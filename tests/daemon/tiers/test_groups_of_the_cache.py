@@ -139,6 +139,28 @@ async def test_a_prefix_ends_where_both_groups_have_what_they_need(
     assert not one.block("main", 5).pins  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("name", "groups", "host", "disk"), [("hybrid", (WINDOW, MAIN), 2, 2), ("states", (STATE,), 0, 4)]
+)
+async def test_a_block_of_several_groups_counts_once_where_the_slowest_is(
+    tmp_path: Path, name: str, groups: tuple[CacheGroup, ...], host: int, disk: int
+) -> None:
+    """Those before the first that is needed count as that one: it stands for them."""
+    first, *others = groups
+    async with harness(64, disk=tmp_path) as tiers:
+        one = await at(tiers, name)
+        await one.store(first.group, [3, 4], [103, 104])
+        await until(lambda: all((block := one.block(first.group, at)) and block.on_disk for at in (3, 4)))
+        tiers.empty_memory()
+        for other in others:
+            await one.store(other.group, range(1, 7), range(1, 7))
+        assert (await one.find(range(1, 9), *others, first, pin=False)).blocks == 4
+        counted = tiers.counters.snapshot()
+    where = ("host", "disk", "remote", "nowhere")
+    assert [counted[f"cache.found.{at}"] for at in where] == [host, disk, 0, 4]
+    assert counted["cache.unbounded_hit_blocks"] == 4
+
+
 async def test_one_hash_names_a_block_of_each_group_of_one_space(tiers: Harness) -> None:
     one = await at(tiers, "grouped")
     await one.store("main", [1, 2], [1, 2])

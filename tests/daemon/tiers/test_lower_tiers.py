@@ -22,7 +22,7 @@ from kvferry.daemon.tiers import disk_tier, host_tier, lower_tiers, remote_tier
 from kvferry.daemon.tiers.disk_tier import PAUSE_S
 from kvferry.daemon.tiers.host_tier import DEMOTION
 from kvferry.daemon.tiers.lower_tiers import LowerTiers
-from kvferry.daemon.tiers.write_failures import LOG_INTERVAL_S, WriteFailures
+from kvferry.daemon.tiers.tier_health import FEW, FORGOTTEN_S, LOG_INTERVAL_S, TierHealth
 from kvferry.pools.host.memory import MACHINE, Limit
 from kvferry.pools.tiers.block_file import DiskFailedError, DiskFullError
 from kvferry.pools.tiers.cached_block import BlockState, CachedBlock
@@ -287,7 +287,7 @@ async def test_a_daemon_that_ends_does_not_wait_for_its_turn(folder: Path) -> No
 
 def test_failures_are_counted_and_not_logged_each() -> None:
     now_s = 1000.0
-    failures, passing = WriteFailures("disk", lambda: now_s), WriteFailures("remote", lambda: now_s)
+    failures, passing = TierHealth("disk", lambda: now_s), TierHealth("remote", lambda: now_s)
     with capture_logs() as logs:
         for _ in range(100):
             failures.failed("failing: EIO", "look")
@@ -296,7 +296,7 @@ def test_failures_are_counted_and_not_logged_each() -> None:
         assert failures.state == "failing: EIO"
         for _ in range(100):
             failures.succeeded()
-            assert failures.state == ""
+            assert failures.state == "ready"
             failures.failed("failing: EIO", "look")  # in turn
     assert [(one["log_level"], one["failed"]) for one in logs] == [("warning", 1), ("warning", 101), ("info", 101)]
     with capture_logs() as logs:
@@ -307,6 +307,71 @@ def test_failures_are_counted_and_not_logged_each() -> None:
         now_s += 10
         passing.failed("full", "look", patience_s=10)
     assert [(one["log_level"], one["failed"]) for one in logs] == [("warning", 2)]
+
+
+# -- a tier that stores, but takes far too long
+
+
+def test_a_slow_tier_says_so_until_it_is_fast_again_or_was_long_ago() -> None:
+    now_s = 1000.0
+    health = TierHealth("disk", lambda: now_s)
+    with capture_logs() as logs:
+        for _ in range(FEW - 1):
+            health.took("write", 0.4, 1 << 20)
+        assert health.state == "ready", "that is too few to tell"
+        for _ in range(3):
+            health.took("write", 0.4, 1 << 20)
+        assert health.state == "slow: the last 5 writes took 400 ms each, 121 ms would do"
+        assert (health.mean_us("write"), health.mean_us("read")) == (400_000, 0)
+        health.failed("failing: EIO", "look")
+        assert health.state == "failing: EIO", "what fails is worse than what is slow"
+        health.succeeded()
+        for _ in range(20):
+            health.took("write", 0.001, 1 << 20)
+        assert health.state == "ready"
+        for _ in range(20):
+            health.took("read", 0.4, 1 << 20)
+        assert health.state.startswith("slow: the last 8 reads took 400 ms")
+    of_speed = [one["event"] for one in logs if "failed" not in one]
+    assert of_speed == ["a tier is slow", "a tier is as fast as it should be again", "a tier is slow"]
+    now_s += FORGOTTEN_S + 1
+    assert health.state == "ready"
+    health.took("write", 0.9, 100 << 20)
+    assert health.mean_us("write") == 900_000
+
+
+def test_a_large_block_may_take_longer() -> None:
+    health = TierHealth("disk", lambda: 0.0)
+    for _ in range(20):
+        health.took("write", 1.0, 64 << 20)
+    assert health.state == "ready"
+
+
+class SlowWriter:
+    """A file's writer on a disk that needs 400 ms for each block, by the test's clock."""
+
+    def __init__(self, writer: Any, tiers: Harness) -> None:  # noqa: ANN401  it has no name outside
+        self._writer = writer
+        self._tiers = tiers
+
+    def __enter__(self) -> Any:  # noqa: ANN401
+        self._tiers.now_s += 0.4
+        return self._writer.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:  # noqa: ANN401
+        self._writer.__exit__(*raised)
+
+
+async def test_a_slow_disk_is_not_merely_ready(tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = DiskStore.begin_write
+    monkeypatch.setattr(DiskStore, "begin_write", lambda *given: SlowWriter(real(*given), tiers))
+    for number in range(1, 5):
+        await written(tiers, number)
+    [disk] = tiers.lower.status()
+    assert disk.state.startswith("slow: the last 4 writes took 400 ms each")
+    assert disk.write_us == 400_000
+    assert tiers.counters.times()["tiers.disk.write"].values == 4
+    assert engine.lookup(names(1)).blocks == 1, "it is used all the same"
 
 
 # -- a store
