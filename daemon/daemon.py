@@ -81,7 +81,7 @@ from kvferry.protocol.config.schema import Config
 from kvferry.protocol.errors import ConfigError, DaemonLostError, DeviceLostError, KvferryError, MalformedError
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.limits import Limits, agree
-from kvferry.protocol.session_messages import Hello, Pong, SessionStatus, StatusReport, Welcome
+from kvferry.protocol.session_messages import Hello, Pong, SessionStatus, Status, StatusReport, Welcome
 from kvferry.protocol.session_stream import RegionRequest
 from kvferry.protocol.settings import CONTROL_SOCKET, METRICS_SOCKET, PEER_SOCKET, SESSION_SOCKET, runtime_dirs
 
@@ -167,8 +167,8 @@ class Daemon:
         self._loop = loop = asyncio.get_running_loop()
         self._started_at = time.monotonic()
         self._stopping = stopping
-        self._last_report: StatusReport | None = None
-        self._report_until_s = 0.0
+        self._last_reports: dict[Status, tuple[StatusReport, float]] = {}
+        """By what was asked: the last report, and until when it is given again."""
         self.counters = counters = Counters()
         # -- what engines, operators and other daemons talk to
         self._control_path = directory.path / CONTROL_SOCKET
@@ -578,14 +578,16 @@ class Daemon:
         )
 
     def _status(self, call: OpenCall) -> StatusReport:
+        asked = call.body
+        assert isinstance(asked, Status), asked
         user = self._control.user_of(call.identity)
         if self._control.is_of_session(call.identity):
-            return seen_by(self._report(), user)
+            return seen_by(self._report(asked), user)
         now_s, worked_s = time.monotonic(), time.thread_time()
-        report = self._last_report
-        if report is None or now_s >= self._report_until_s:
-            report = self._last_report = self._report()
-            self._report_until_s = now_s + REPORT_KEPT * (time.thread_time() - worked_s)
+        report, until_s = self._last_reports.get(asked, (None, 0.0))
+        if report is None or now_s >= until_s:
+            report = self._report(asked)
+            self._last_reports[asked] = report, now_s + REPORT_KEPT * (time.thread_time() - worked_s)
         return seen_by(report, user)
 
     @property
@@ -611,14 +613,14 @@ class Daemon:
         yield Sample(DRAINING, (), self._is_draining)
         yield Sample(LISTENING, (), self._is_listening)
 
-    def _report(self) -> StatusReport:
+    def _report(self, asked: Status) -> StatusReport:
         owned = self._registry.pages_by_owner()
         return StatusReport(
             daemon_version=VERSION,
             pid=os.getpid(),
             uptime_ms=round((time.monotonic() - self._started_at) * 1000),
             draining=self._is_draining,
-            pools=self._pools.status(),
+            pools=self._pools.status(holders=asked.holders),
             sessions=tuple(
                 SessionStatus(
                     session=one.session_id,
@@ -646,6 +648,7 @@ class Daemon:
             tiers=tuple(self._tiers.status()),
             operations=tuple(self._tiers.operations.status()),
             descriptors=self._descriptors.status(listening=self._is_listening),
+            recent=tuple(self._effects.recorder.ended()) if asked.recent else (),
         )
 
 

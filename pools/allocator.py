@@ -7,6 +7,7 @@ page: never free, never owned. An owner is a number above 0; the allocator knows
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -52,6 +53,15 @@ class PageCounts(NamedTuple):
     largest_free_run: int
 
 
+class OwnedPages(NamedTuple):
+    """What one owner has of an allocator's pages. ``busy``: with a reader or writer. ``age_s``: of the oldest one."""
+
+    owner: int
+    pages: int
+    busy: int
+    age_s: int
+
+
 class HeldPages(NamedTuple):
     """Pages of one allocator that something reads or writes, as that thing says itself.
 
@@ -71,15 +81,21 @@ class HeldPages(NamedTuple):
 class PageAllocator:
     """Allocates the lowest free pages, so that page lists have long runs and the pool does not fragment."""
 
-    def __init__(self, pages: int, owners: Owners | None = None) -> None:
+    def __init__(
+        self, pages: int, owners: Owners | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Start with all pages but page 0 free, or with those that ``owners`` gives to nobody.
 
         Args:
             pages: number of pages, including the padding page; at least 2.
             owners: ``(pages,)`` int32, used from now on, so that what keeps this memory keeps the owners; page 0 has
                 none.
+            clock: in seconds, for the ages of pages; those that are owned from the start begin now.
         """
         self._pages = pages
+        self._clock = clock
+        self._began_s = clock()
+        self._since_s = np.zeros(pages, np.int32)  # of each page, when it was allocated, after the beginning
         self._owner = np.zeros(pages, OWNER_DTYPE) if owners is None else owners
         self._free = self._owner == NOBODY
         self._free[PADDING_PAGE] = False
@@ -144,6 +160,16 @@ class PageAllocator:
         counts = np.bincount(self._owner)
         return {int(owner): int(counts[owner]) for owner in np.flatnonzero(counts) if owner != NOBODY}
 
+    def owned(self) -> list[OwnedPages]:
+        """Return what each owner has; some ms for a million pages."""
+        pages = np.bincount(self._owner)
+        busy = np.bincount(self._owner, weights=(self._readers > 0) | self._writing)
+        oldest = np.full(len(pages), np.iinfo(np.int32).max, np.int32)
+        np.minimum.at(oldest, self._owner, self._since_s)
+        now_s = int(self._clock() - self._began_s)
+        owners = (int(one) for one in np.flatnonzero(pages) if one != NOBODY)
+        return [OwnedPages(one, int(pages[one]), int(busy[one]), now_s - int(oldest[one])) for one in owners]
+
     def pages_of(self, owner: int) -> PageIds:
         """Return the page ids of an owner, ascending."""
         return np.flatnonzero(self._owner == owner)
@@ -165,6 +191,7 @@ class PageAllocator:
         self._free[ids] = False
         self._free_count -= count
         self._owner[ids] = owner
+        self._since_s[ids] = self._clock() - self._began_s
         return ids
 
     def free(self, owner: int, ids: PageIds, field: str = "pages") -> FreedPages:

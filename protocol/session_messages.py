@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvferry.protocol.base import AnsweredBy, ReplyBody, RingNumber
+from kvferry.protocol.errors import ErrorInfo
 from kvferry.protocol.ids import HOST, ClientName, DeviceName, ModelIdentity, PoolLifetime
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES, Limits
 
@@ -63,6 +64,8 @@ class StatusReport(ReplyBody, frozen=True, kw_only=True, tag="STATUS_REPORT"):
     descriptors: DescriptorsStatus | None = None
     others: OthersStatus | None = None
     """Totals of what other users have; None: everything is listed, as it is for root and the daemon's own user."""
+    recent: tuple[EndedTransfer, ...] = ()
+    """The last transfers that have ended, the newest first, where STATUS asks for them."""
 
 
 class OthersStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,11 +99,15 @@ class Status(AnsweredBy[StatusReport], frozen=True, kw_only=True, tag="STATUS"):
     """Ask for the daemon's pools, sessions, transfers, tiers and counters.
 
     A user is shown its own, and totals of what others have; root and the daemon's own user are shown all.
+    ``holders``: also who holds the pages of each pool. ``recent``: also the last transfers that have ended.
     """
 
     needs_session = False
     in_batch = False
     after_restart = "again"
+
+    holders: bool = False
+    recent: bool = False
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -157,7 +164,22 @@ class Upgrade(AnsweredBy[Upgrading], frozen=True, kw_only=True, tag="UPGRADE"):
     in_batch = False
 
 
-class SpaceStatus(msgspec.Struct, frozen=True, kw_only=True):
+class PageHolder(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance that has pages of a pool. ``owner``: its number, as in its sessions' status.
+
+    ``age_ms``: since the oldest of its pages was allocated, in whole seconds, or since this daemon has adopted it.
+    """
+
+    space: str
+    owner: int
+    pages: int
+    busy: int
+    age_ms: int
+    name: str = ""
+    """The instance's name and its sessions, for people."""
+
+
+class SpaceStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One page space of a pool in STATUS; see ``PoolStatus``."""
 
     space: str
@@ -165,13 +187,14 @@ class SpaceStatus(msgspec.Struct, frozen=True, kw_only=True):
     pages: int
     free: int
     busy: int
+    largest_free_run: int = 0
 
 
 class PoolStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One pool in STATUS. ``pages`` excludes the padding page; ``busy`` pages have a reader or a writer.
 
-    ``page_bytes``, ``pages``, ``free`` and ``busy`` are of the first page space; ``spaces`` has all of them if there
-    are several.
+    ``page_bytes``, ``pages``, ``free``, ``busy`` and ``largest_free_run`` (in a row) are of the first page space;
+    ``spaces`` has all of them if there are several. ``holders`` and free runs are there where STATUS asks for holders.
     """
 
     pool: str
@@ -192,6 +215,8 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     model: ModelIdentity | None = None
     """The model identity of its KV, without the salt; None: it was created without one."""
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
+    largest_free_run: int = 0
+    holders: tuple[PageHolder, ...] = ()
 
 
 class SessionStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -216,7 +241,12 @@ class SessionStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class TransferStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One endpoint of a live transfer in STATUS. ``request`` equals ``request_id``, for older readers."""
+    """One endpoint of a live transfer in STATUS. ``request`` equals ``request_id``, for older readers.
+
+    ``deadline_ms``: what is left of its time. ``quiet_ms``: since something last happened to it here: where another
+    daemon reads its bytes, nothing does until the end. ``daemons``: the addresses of the other daemons that it is
+    exchanged with, or may be.
+    """
 
     request: str
     direction: str
@@ -228,6 +258,37 @@ class TransferStatus(msgspec.Struct, frozen=True, kw_only=True):
     waits_for: str
     request_id: str = ""
     tenant: int = 0
+    session: int = 0
+    deadline_ms: int = 0
+    quiet_ms: int = 0
+    daemons: tuple[str, ...] = ()
+
+
+class EndedTransfer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One side of a transfer that has ended, ``ago_ms`` ago; it succeeded if ``error`` is None.
+
+    Times of its stages: ``planned_us`` to check and match its messages, ``waited_us`` from the first one to the first
+    copy, ``moved_us`` from there to the outcome, ``copied_us`` in which copies of this daemon were under way (of
+    several at once, of each), ``settled_us`` from the outcome until no byte could move, ``told_us`` from the outcome
+    until the engine had acknowledged the end; None: it has not.
+    """
+
+    request_id: str
+    direction: str
+    pool: str
+    tenant: int
+    session: int
+    ago_ms: int
+    error: ErrorInfo | None = None
+    pages: int = 0
+    moved_bytes: int = 0
+    planned_us: int = 0
+    waited_us: int = 0
+    moved_us: int = 0
+    copied_us: int = 0
+    settled_us: int = 0
+    told_us: int | None = None
+    daemons: tuple[str, ...] = ()
 
 
 class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -22,7 +23,7 @@ from kvferry.protocol.session_messages import (
     Status,
     StatusReport,
     TablesStatus,
-    TierStatus,
+    TransferStatus,
 )
 
 MIB = 1 << 20
@@ -54,14 +55,30 @@ def add_status(command: argparse.ArgumentParser) -> None:
 
 def status(options: argparse.Namespace) -> int:
     """Print the daemon's pools, sessions, transfers, devices, graph tables and counters."""
-    with Connection.open(options.runtime_dir, "status", timeout_s=options.timeout, wait_s=options.wait) as connection:
-        report = connection.call(Status(), timeout_s=connection.left_s)
-        boot_id = connection.boot_id
+    report, boot_id = ask(options, "status", Status(), wait_s=options.wait)
     if options.json:
         print(json_line({"boot_id": boot_id, **msgspec.to_builtins(report)}))
     else:
         print("\n".join(map(printable, status_lines(report, boot_id))))
     return 0
+
+
+def ask(
+    options: argparse.Namespace, name: str, request: Status, runtime_dir: str | None = None, *, wait_s: float = 0.0
+) -> tuple[StatusReport, str]:
+    """Return what the daemon reports to a command of this name, and its boot id; of another daemon where one is named.
+
+    Raises:
+        KvferryError: see ``Connection.open``.
+    """
+    directory = runtime_dir or options.runtime_dir
+    with Connection.open(directory, name, timeout_s=options.timeout, wait_s=wait_s) as connection:
+        return connection.call(request, timeout_s=connection.left_s), connection.boot_id
+
+
+def names_of_sessions(report: StatusReport) -> dict[int, str]:
+    """Return each session's number and name, and its process, as text."""
+    return {one.session: f"{one.session} {one.name}, pid {one.pid}" for one in report.sessions}
 
 
 def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
@@ -84,14 +101,11 @@ def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
         ("session", "name", "instance", "tenant", "pid", "pages", "transfers", "unacked"),
         [_session_row(one) for one in report.sessions],
     )
-    yield from table(
-        "transfers",
-        ("request", "direction", "pool", "state", "age ms", "pages", "arrived", "waits for"),
-        [
-            (r.request_id or r.request, r.direction, r.pool, r.state, r.age_ms, r.pages, r.arrived, r.waits_for)
-            for r in report.transfers
-        ],
-    )
+    yield ""
+    yield _transfers_line(report.transfers)
+    if report.tiers:
+        operations = f"; {len(report.operations)} operations under way" if report.operations else ""
+        yield f"tiers: {', '.join(f'{one.tier} {one.state}' for one in report.tiers)}{operations} (kvferry tiers)"
     if report.others is not None:
         yield ""
         yield _others_line(report.others)
@@ -101,16 +115,6 @@ def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
     if report.tables:
         of_tables = ("tables", "session", "device", "rows", "columns", "updates", "state")
         yield from table("graph tables", of_tables, [_tables_row(one) for one in report.tables])
-    if report.tiers:
-        of_tiers = ("tier", "GiB", "used GiB", "pinned GiB", "blocks", "snapshots", "state")
-        yield from table("tiers", of_tiers, [_tier_row(tier) for tier in report.tiers])
-    if report.operations:
-        of_operations = ("session", "operation", "kind", "pool", "pages", "age ms", "waits for")
-        operations = [
-            (w.session, w.operation, w.kind, w.pool, w.pages, w.age_ms, w.waits_for or "copies")
-            for w in report.operations
-        ]
-        yield from table("operations of the tiers", of_operations, operations)
     if report.peers:
         of_peer = ("address", "state", "round trip ms", "heard s ago", "announced", "waiting", "why")
         yield from table("other daemons", of_peer, [_peer_row(peer) for peer in report.peers])
@@ -130,6 +134,19 @@ def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
         quarantined = (slots.quarantined, f"{slots.quarantined_bytes / MIB:.1f}")
         yield from table("network", (*of_slots, *of_quarantine), [(*row, *quarantined, holders)])
     yield from table("counters", ("name", "count"), list(report.counters.items()))
+
+
+def _transfers_line(transfers: Sequence[TransferStatus]) -> str:
+    """Return how many there are by state, and what the oldest one waits for."""
+    if not transfers:
+        return "no transfers"
+    counts = Counter((one.direction, one.state) for one in transfers)
+    said = ", ".join(f"{count} {direction} {state}" for (direction, state), count in sorted(counts.items()))
+    oldest = max(transfers, key=lambda one: one.age_ms)
+    return (
+        f"transfers: {said} (kvferry transfers); the oldest, {oldest.request_id}, is {oldest.age_ms / 1000:.1f} s old "
+        f"and waits for {oldest.waits_for}"
+    )
 
 
 def _others_line(others: OthersStatus) -> str:
@@ -183,13 +200,6 @@ def _device_row(device: DeviceStatus) -> tuple[object, ...]:
     )
     pools, reaches = f"{device.pool_bytes / GIB:.2f}", " ".join(device.reaches) or "-"
     return (device.device, total, free, pools, reaches, device.keeper or "-", device.state)
-
-
-def _tier_row(tier: TierStatus) -> tuple[object, ...]:
-    """Return a tier's row; only the store's master knows the size of a store across nodes."""
-    sizes = (tier.total_bytes, tier.used_bytes, tier.pinned_bytes)
-    total, used, pinned = (f"{size / GIB:.2f}" if tier.total_bytes else "?" for size in sizes)
-    return (tier.tier, total, used, pinned, tier.blocks, tier.snapshots, tier.state)
 
 
 def _tables_row(tables: TablesStatus) -> tuple[object, ...]:

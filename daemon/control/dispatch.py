@@ -13,6 +13,7 @@ import structlog
 from kvferry.daemon.control import first_step
 from kvferry.daemon.control.kept_bytes import REQUEST_BYTES, SMALL_BYTES, outlives_session
 from kvferry.daemon.control.metrics import Counters
+from kvferry.daemon.control.refusals import Refusals
 from kvferry.daemon.control.sessions import PendingEvent, Session, SessionRegistry
 from kvferry.daemon.control.zmtp import ReceivedMessage
 from kvferry.daemon.quota import Quota
@@ -187,6 +188,7 @@ class Dispatcher:
             small=SMALL_BYTES,
         )
         self._counters = counters
+        self._refusals = Refusals()
         self._open_handlers: dict[type[Body], OpenHandler] = {}
         self._handlers: dict[type[Body], Handler | AsyncHandler] = {}
         self._send = send
@@ -227,6 +229,7 @@ class Dispatcher:
             self._refuse(message.identity, number, error)
         elif isinstance(incoming, UnreadableRequest):
             self._counters.add(f"messages.refused.{incoming.error.code.lower()}")
+            self._refusals.add(incoming.error.info())
             self._refuse(message.identity, incoming.message_id, incoming.error)
         else:
             self._serve(message.identity, incoming, sum(map(len, message.frames)))
@@ -245,7 +248,7 @@ class Dispatcher:
         if not session.answered(message_id, frames):
             return
         self.sessions.bound_replies()
-        self._count(answer.body)
+        self._count(answer.body, session)
         if session.identity is not None:
             self._send(session.identity, frames)
 
@@ -480,7 +483,7 @@ class Dispatcher:
         if batch is None:  # answered before
             return
         session.part_answered(part_id)
-        self._count(answer.body)
+        self._count(answer.body, session)
         batch.put(part_id, answer.body, answer.ids)
         if batch.is_complete:
             self.kept.drop(session.session_id, batch.message_id)
@@ -505,12 +508,16 @@ class Dispatcher:
         error.request_id = body.request_id
         return _error_body(error)
 
-    def _count(self, answer: ReplyBody) -> None:
+    def _count(self, answer: ReplyBody, session: Session | None = None) -> None:
         """Count the answer to a request, if it is a refusal: also of one that was deferred, and of each of a BATCH."""
-        if isinstance(answer, ErrorReply):
-            self._counters.add(f"requests.refused.{answer.error.code.lower()}")
-        elif isinstance(answer, Busy):
-            self._counters.add("requests.refused.busy")
+        if isinstance(answer, Busy):
+            error = OverloadedError(answer.detail).info()
+        elif isinstance(answer, ErrorReply):
+            error = answer.error
+        else:
+            return
+        self._counters.add(f"requests.refused.{error.code.lower()}")
+        self._refusals.add(error, f"{session.session_id} {session.name}" if session else "")
 
     def _refuse(self, identity: bytes, message_id: int, error: KvferryError) -> None:
         self._send(identity, encode(Reply(message_id, self._boot_id, _error_body(error))))
@@ -542,7 +549,7 @@ def _late(call: Call) -> DeadlineError:
         return DeadlineError(
             f"no answer within {call.deadline_s:g} s",
             fault="daemon",
-            remedy="allow more time; kvferry status and the daemon's log show what it waits for",
+            remedy="allow more time; kvferry transfers, kvferry tiers and the daemon's log show what it waits for",
         )
     return DeadlineError(
         f"no answer within {call.deadline_s:g} s; it was to wait until event {after.event} reaches {after.value}",

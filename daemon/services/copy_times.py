@@ -72,18 +72,24 @@ class CopyTimes:
         if not busy.under_way:
             busy.seconds += now_s - busy.began_s
 
-    def ended(self, op_id: int, arrived: Iterable[tuple[str, int]] | None) -> None:
-        """A copy's end was handled, with the bytes of each group that have arrived; None: it failed."""
+    def ended(self, op_id: int, arrived: Iterable[tuple[str, int]] | None) -> float:
+        """A copy's end was handled, with the bytes of each group that have arrived; None: it failed.
+
+        Return how long it was under way, in seconds.
+        """
         self.reported(op_id)
         copying = self._copying.pop(op_id, None)
-        if copying is None or copying.reported_s is None or arrived is None:
-            return
-        way = copying.way
-        self._counters.observe(f"stages.copied.{way}", copying.reported_s - copying.began_s)
+        if copying is None or copying.reported_s is None:
+            return 0.0
+        way, copied_s = copying.way, copying.reported_s - copying.began_s
+        if arrived is None:
+            return copied_s
+        self._counters.observe(f"stages.copied.{way}", copied_s)
         self._counters.observe(f"stages.committed.{way}", self._clock() - copying.reported_s)
         for group, size_bytes in arrived:
             self._counters.add(f"copies.{way}.bytes", size_bytes)
             self._counters.add(f"copies.groups.{self._name_of(group)}", size_bytes)
+        return copied_s
 
     def _name_of(self, group: str) -> str:
         if group not in self._groups and len(self._groups) >= MOST_GROUPS:

@@ -18,7 +18,7 @@ from kvferry.pools.planning.manifest import bytes_per_page
 from kvferry.pools.pool import Pool
 from kvferry.pools.tiers.own_folder import OwnFolder
 from kvferry.protocol.errors import ConfigError, OverloadedError, PoolFullError, PoolLostError, UnknownPoolError
-from kvferry.protocol.session_messages import PoolStatus, SpaceStatus
+from kvferry.protocol.session_messages import PageHolder, PoolStatus, SpaceStatus
 from kvferry.protocol.session_stream import RegionRequest
 
 MAX_REMEMBERED: Final = 1024
@@ -248,6 +248,29 @@ def status_of(pool: Pool) -> PoolStatus:
     )
 
 
+def with_holders(status: PoolStatus, pool: Pool, sessions: SessionRegistry) -> PoolStatus:
+    """Return a pool's status with who holds its pages, whoever has them longest first, and its runs of free ones."""
+    runs = {space: allocator.counts().largest_free_run for space, allocator in pool.allocators.items()}
+    holders = [
+        PageHolder(
+            space=space,
+            owner=one.owner,
+            pages=one.pages,
+            busy=one.busy,
+            age_ms=one.age_s * 1000,
+            name=owner_text(sessions, one.owner),
+        )
+        for space, allocator in pool.allocators.items()
+        for one in allocator.owned()
+    ]
+    return msgspec.structs.replace(
+        status,
+        largest_free_run=next(iter(runs.values())),
+        spaces=tuple(msgspec.structs.replace(one, largest_free_run=runs[one.space]) for one in status.spaces),
+        holders=tuple(sorted(holders, key=lambda one: -one.age_ms)),
+    )
+
+
 # -- texts that say who holds pages, for errors that are raised because of them
 
 
@@ -265,7 +288,7 @@ def session_text(sessions: SessionRegistry, session_id: int, asking: int) -> str
     return f"{known}, the caller" if session_id == asking else known
 
 
-def owner_text(sessions: SessionRegistry, owner_id: int, asking: int) -> str:
+def owner_text(sessions: SessionRegistry, owner_id: int, asking: int | None = None) -> str:
     """Return an instance's name, if any, and its sessions; ``asking`` is the instance whose request is refused."""
     its = sessions.of_instance(owner_id)
     known = in_words(map(_text_of, its)) or "an engine that is gone"

@@ -39,6 +39,7 @@ from kvferry.daemon.services.pool_registry import (
     pool_full,
     session_text,
     status_of,
+    with_holders,
 )
 from kvferry.daemon.tiers.lower_tiers import Background
 from kvferry.pools.devices.accelerator_region import AcceleratorRegion
@@ -206,9 +207,11 @@ class PoolService:
         """Return the pools that were removed while pages of them were in flight."""
         return self._leaving
 
-    def status(self) -> tuple[PoolStatus, ...]:
-        """Return the pools as STATUS shows them."""
-        return tuple(map(status_of, self._pools))
+    def status(self, *, holders: bool = False) -> tuple[PoolStatus, ...]:
+        """Return the pools as STATUS shows them; ``holders``: with who has their pages."""
+        if not holders:
+            return tuple(map(status_of, self._pools))
+        return tuple(with_holders(status_of(one), one, self._dispatcher.sessions) for one in self._pools)
 
     async def close(self) -> None:
         """Free all memory, without waiting for a lost device."""

@@ -20,6 +20,7 @@ from kvferry.daemon.control.later import Later
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Session
 from kvferry.daemon.services.copy_times import CopyTimes
+from kvferry.daemon.services.flight_recorder import FlightRecorder
 from kvferry.daemon.services.peer_transfers import PeerMessenger
 from kvferry.daemon.services.receive_to_host import HostReceives
 from kvferry.daemon.transfer.endpoints import EndpointKey
@@ -91,6 +92,7 @@ class TransferEffects:
 
     Attributes:
         copies: where the time of copies goes.
+        recorder: where that of each transfer goes.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class TransferEffects:
         self._most_matched = 2 * limits.max_transfers_per_session
         self._counters = counters
         self.copies = CopyTimes(counters)
+        self.recorder = FlightRecorder()
         self._executors: dict[type[Effect], Callable[[Any], None]] = {
             StartOp: self._start,
             StopOp: self._stop,
@@ -249,7 +252,9 @@ class TransferEffects:
             self._ended += 1
             self._state_machine.op_done(op_id, error, time.monotonic())
             arrived = [(one.component, one.plan.total_bytes) for one in op.planned_copies]
-            self.copies.ended(op_id, None if error else arrived)
+            copied_s = self.copies.ended(op_id, None if error else arrived)
+            for endpoint in (op.send_request, op.receive_request):
+                self.recorder.copied(endpoint, copied_s)
 
     # -- what engines and the log are told
 
@@ -267,7 +272,9 @@ class TransferEffects:
         if isinstance(event, Finished):
             self._later.add(partial(log_finished, event))  # after the engines hear of it
             count_finished(event, self._counters)
+            self.recorder.finished(effect.session_id, event)
         else:
+            self.recorder.settled(effect.session_id, event)
             key = (TRANSFER, event.direction, event.request_id, event.pool)
             self._dispatcher.kept.drop(effect.session_id, key)
         self._host_receives.on_event(effect.session_id, event)

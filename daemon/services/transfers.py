@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.kept_bytes import REQUEST_BYTES, TRANSFER
@@ -130,6 +130,10 @@ class TransferService:
                 arrived=endpoint.arrived_pages if isinstance(endpoint, ReceiveRequest) else 0,
                 waits_for=endpoint.waits_for(),
                 tenant=endpoint.key.tenant,
+                session=endpoint.session_id,
+                deadline_ms=max(0, round((endpoint.deadline_at - now) * 1000)),
+                quiet_ms=round((now - endpoint.changed_at) * 1000),
+                daemons=endpoint.daemons,
             )
             for endpoint in (*self._state_machine.endpoints, *self._state_machine.endpoints.quarantined)
         )
@@ -143,7 +147,7 @@ class TransferService:
         reached = self._reached(context.session_id, body)
         began_s = time.perf_counter()
         accepted = self._state_machine.send(context, chunk)
-        self._counters.observe("stages.planned.any", time.perf_counter() - began_s)
+        self._planned(context, "send", time.perf_counter() - began_s)
         self._keep_lists(call, "send", ranges)
         if len(body.steps) > 1:
             self._counters.add("transfers.layered")
@@ -202,10 +206,16 @@ class TransferService:
         accepted = self._state_machine.receive(
             context, ranges, body.sources, body.destinations, daemons, body.source_pools, checksums=body.checksums
         )
-        self._counters.observe("stages.planned.any", time.perf_counter() - began_s)
+        self._planned(context, "receive", time.perf_counter() - began_s)
         self._keep_lists(call, "receive", ranges)
         self._effects.execute(call.session)
         return Answer(accepted)
+
+    def _planned(self, context: RequestContext, direction: Literal["send", "receive"], seconds: float) -> None:
+        self._counters.observe("stages.planned.any", seconds)
+        key = EndpointKey(context.pool.tenant, context.request_id, context.pool.name, direction)
+        endpoint = self._state_machine.endpoint(context.session_id, key)
+        self._effects.recorder.planned(context.session_id, key, endpoint, seconds)
 
     def _keep_lists(self, call: Call, direction: str, ranges: tuple[PageRange, ...]) -> None:
         """Count the page lists of an accepted message until its endpoint has settled."""
@@ -300,5 +310,6 @@ class TransferService:
             raise OverloadedError(f"{total} {what}, {its} of them of user {user}, of at most {most}")
 
     def _acknowledged(self, session: Session, event: Settled) -> None:
+        self._effects.recorder.told(session.session_id, event)
         key = EndpointKey(session.tenant, event.request_id, event.pool, event.direction)
         self._state_machine.results.acknowledged(session.session_id, key, event.generation)

@@ -222,6 +222,7 @@ class CopyScheduler:
                 continue
             for endpoint in (receive_request, op.send_request):
                 endpoint.first_copy_at = now if endpoint.first_copy_at is None else endpoint.first_copy_at
+                endpoint.changed_at = now
             plans = tuple(planned_copy.plan for planned_copy in op.planned_copies)
             started.append(
                 StartOp(

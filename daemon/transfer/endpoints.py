@@ -227,6 +227,7 @@ class Endpoint:
         half: the half of the request that it is part of.
         kind: which rows of the transition table apply.
         held: the pages that it reads or writes, until it has settled.
+        changed_at: when something last happened to it: a message, the begin or end of a copy, its outcome.
     """
 
     direction: ClassVar[Literal["send", "receive"]]
@@ -244,6 +245,7 @@ class Endpoint:
         self.held: list[Held] = []
         self.generation = 0
         self.first_copy_at: float | None = None
+        self.changed_at = times.created_at
         self.moved_bytes = 0
         self.skipped_source_entries = 0
         self.skipped_source_pages = 0
@@ -337,6 +339,7 @@ class SendRequest(Endpoint):
         self.ready: list[int] = []
         self.receive_requests: list[ReceiveRequest | RemoteEndpoint] = []
         self.outcomes: dict[ReceiveRequest | RemoteEndpoint, KvferryError | None] = {}
+        self._daemons: tuple[str, ...] = ()
 
     @property
     def destinations(self) -> int:
@@ -382,6 +385,12 @@ class SendRequest(Endpoint):
         return self.complete and len(self.receive_requests) == self.destinations
 
     @property
+    def daemons(self) -> tuple[str, ...]:
+        """Return the addresses of other daemons whose receive requests it fills, or has filled."""
+        remote = (one for one in self.receive_requests if isinstance(one, RemoteEndpoint))
+        return self._daemons or tuple(dict.fromkeys(one.announcement.home.address for one in remote))
+
+    @property
     def carries_token(self) -> bool:
         """Return whether a SEND with a first token or payload was accepted."""
         return any(chunk.carries_token for chunk in self.chunks)
@@ -399,6 +408,7 @@ class SendRequest(Endpoint):
 
     def forget_receivers(self) -> None:
         """Let its receive requests go, once it has settled: they know it too, so only a collection would free both."""
+        self._daemons = self.daemons
         self.receive_requests, self.outcomes = [], {}
 
     def waits_for(self) -> str:
@@ -457,6 +467,12 @@ class ReceiveRequest(Endpoint):
         self.last_refusal: KvferryError | None = None
         self.unreachable: set[str] = set()  # source daemons to which there is no connection
         self.given_up: set[str] = set()  # source daemons whose SENDs had ended before
+
+    @property
+    def daemons(self) -> tuple[str, ...]:
+        """Return the addresses of other daemons whose send requests fill it, or may."""
+        joined = (one.origin.peer.address for one in self.send_requests if one.origin is not None)
+        return tuple(dict.fromkeys((*self.source_daemons, *joined)))
 
     @property
     def name(self) -> ReceiveName:

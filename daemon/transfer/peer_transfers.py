@@ -374,12 +374,14 @@ class PeerTransfers:
         if op not in remote_endpoint.sending:
             self._activity.transfer_began()
             remote_endpoint.sending.add(op)
-        if remote_endpoint.send_request.first_copy_at is None:
-            remote_endpoint.send_request.first_copy_at = now
+        send_request = remote_endpoint.send_request
+        send_request.first_copy_at = now if send_request.first_copy_at is None else send_request.first_copy_at
+        send_request.changed_at = now
 
     def sending_done(self, remote_endpoint: RemoteEndpoint, op: int, now: float) -> None:
         """Note that no byte of a transfer op can move any more; the remote endpoint may settle."""
         with self._completion.ending(remote_endpoint.send_request.request_id, now):
+            remote_endpoint.send_request.changed_at = now
             was_sending = op in remote_endpoint.sending
             remote_endpoint.sending -= {op}
             self._completion.check_settled(remote_endpoint, now)

@@ -276,6 +276,7 @@ class TransferStateMachine:
     ) -> None:
         number, now = len(send_request.chunks), times.created_at
         send_request.add(chunk)
+        send_request.changed_at = now
         self.payloads.keep(send_request.session_id, (send_request.key, send_request.generation), len(chunk.payload))
         stepping = self._stepping.setdefault(send_request.session_id, []) if chunk.steps else []
         if send_request not in stepping:
@@ -324,6 +325,7 @@ class TransferStateMachine:
         """Handle the end of a transfer op, in any state of its receive request."""
         op = self.endpoints.ops[op_id]
         receive_request = op.receive_request
+        receive_request.changed_at = op.send_request.changed_at = now
         with self._completion.ending(receive_request.request_id, now):
             del self.endpoints.ops[op_id], receive_request.ops[op_id]
             if error is not None:

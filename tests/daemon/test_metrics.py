@@ -189,7 +189,7 @@ def test_a_histogram_counts_each_value_once(values: list[float]) -> None:
 def test_time_in_which_copies_overlap_counts_once() -> None:
     now_s, counters = 0.0, Counters()
     copies = CopyTimes(counters, clock=lambda: now_s)
-    acts: tuple[tuple[float, Callable[[], None]], ...] = (
+    acts: tuple[tuple[float, Callable[[], object]], ...] = (
         (1.0, lambda: copies.began(1, "local")),
         (2.0, lambda: copies.began(2, "local")),
         (2.5, lambda: copies.began(3, "network")),

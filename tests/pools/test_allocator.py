@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.pools import allocator as allocator_module
-from kvferry.pools.allocator import PageAllocator, PageCounts
+from kvferry.pools.allocator import OwnedPages, PageAllocator, PageCounts
 from kvferry.pools.planning import page_ids
 from kvferry.protocol import errors
 from tests.kit.devices import DEVICE
@@ -209,3 +209,19 @@ def test_the_lowest_free_pages_are_found_wherever_they_are() -> None:
         allocator.free(1, back)
         taken[back] = False
         allocator.check_integrity()
+
+
+def test_owned_pages_are_as_old_as_the_oldest_of_them() -> None:
+    now_s = 1000.0
+    allocator = PageAllocator(9, clock=lambda: now_s)
+    assert allocator.owned() == []
+    first = allocator.allocate(1, 2)
+    now_s += 10
+    allocator.allocate(1, 1)
+    second = allocator.allocate(2, 3)
+    allocator.begin_read(2, second[:2], "pages")
+    now_s += 5
+    assert allocator.owned() == [OwnedPages(1, 3, 0, 15), OwnedPages(2, 3, 2, 5)]
+    allocator.free(1, first)
+    allocator.allocate(3, 2)
+    assert allocator.owned() == [OwnedPages(1, 1, 0, 5), OwnedPages(2, 3, 2, 5), OwnedPages(3, 2, 0, 0)]

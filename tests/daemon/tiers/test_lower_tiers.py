@@ -358,7 +358,7 @@ class SlowWriter:
         self._tiers.now_s += 0.4
         return self._writer.__enter__()
 
-    def __exit__(self, *raised: Any) -> None:  # noqa: ANN401
+    def __exit__(self, *raised: object) -> None:
         self._writer.__exit__(*raised)
 
 
