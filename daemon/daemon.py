@@ -31,7 +31,7 @@ from kvferry.daemon.control.self_ping import SelfPing
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Session, SessionRegistry
 from kvferry.daemon.peers.links import Heartbeat, PeerLinks
-from kvferry.daemon.process.access import RuntimeDirectory
+from kvferry.daemon.process.access import RuntimeDirectory, may_see_all
 from kvferry.daemon.process.descriptors import PER_POOL, PER_REGION, PER_SESSION, Descriptors, raise_limit
 from kvferry.daemon.process.device_keeper import DeviceKeeper, Fence, open_keeper
 from kvferry.daemon.process.devices import CHECK_S, Devices
@@ -78,10 +78,26 @@ from kvferry.pools.pool import Pool
 from kvferry.protocol import VERSION
 from kvferry.protocol.config.load import load_config
 from kvferry.protocol.config.schema import Config
-from kvferry.protocol.errors import ConfigError, DaemonLostError, DeviceLostError, KvferryError, MalformedError
+from kvferry.protocol.errors import (
+    AccessDeniedError,
+    ConfigError,
+    DaemonLostError,
+    DeviceLostError,
+    KvferryError,
+    MalformedError,
+)
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.limits import Limits, agree
-from kvferry.protocol.session_messages import Hello, Pong, SessionStatus, Status, StatusReport, Welcome
+from kvferry.protocol.session_messages import (
+    Drain,
+    Drained,
+    Hello,
+    Pong,
+    SessionStatus,
+    Status,
+    StatusReport,
+    Welcome,
+)
 from kvferry.protocol.session_stream import RegionRequest
 from kvferry.protocol.settings import CONTROL_SOCKET, METRICS_SOCKET, PEER_SOCKET, SESSION_SOCKET, runtime_dirs
 
@@ -363,7 +379,8 @@ class Daemon:
 
     def _answer_without_session(self) -> None:
         self._dispatcher.handle_open("HELLO", self._hello)
-        self._dispatcher.handle_open("PING", lambda _call: Pong())
+        self._dispatcher.handle_open("PING", lambda _call: Pong(refuses_transfers=self._refuses_transfers))
+        self._dispatcher.handle_open("DRAIN", self._drain_or_not)
         self._dispatcher.handle_open("STATUS", self._status)
         self._dispatcher.check_complete()
 
@@ -595,6 +612,23 @@ class Daemon:
         return self._stopping.is_set() or self._upgrade.ready.is_set()
 
     @property
+    def _refuses_transfers(self) -> bool:
+        return self._is_draining or self._transfers.drained
+
+    def _drain_or_not(self, call: OpenCall) -> Drained:
+        body, user = call.body, self._control.user_of(call.identity)
+        assert isinstance(body, Drain), body
+        if not may_see_all(user):
+            raise AccessDeniedError(
+                f"DRAIN refuses others' transfers: user {user} is neither root nor the daemon's own user {os.geteuid()}"
+            )
+        live = len(self._transfers.status())
+        if self._transfers.drained != body.drain:
+            log.warning("drained" if body.drain else "undrained", user=user, transfers=live)
+        self._transfers.drained = body.drain
+        return Drained(transfers=live)
+
+    @property
     def _is_listening(self) -> bool:
         return self._control.is_listening and self._session_socket.is_listening and self._links.is_listening
 
@@ -603,14 +637,18 @@ class Daemon:
 
     async def _readyz(self, _asker: Asker) -> HttpAnswer:
         """Answer whether engines should come here."""
-        if self._is_ready and self._is_listening and not self._is_draining:
-            return plain(HTTPStatus.OK)
-        why = "draining" if self._is_draining else "starting" if not self._is_ready else "no descriptor is left"
-        return plain(HTTPStatus.SERVICE_UNAVAILABLE, why)
+        reasons = (
+            (self._is_draining, "draining"),
+            (self._transfers.drained, "drained"),
+            (not self._is_ready, "starting"),
+            (not self._is_listening, "no descriptor is left"),
+        )
+        why = next((text for is_so, text in reasons if is_so), None)
+        return plain(HTTPStatus.OK) if why is None else plain(HTTPStatus.SERVICE_UNAVAILABLE, why)
 
     def _own_samples(self, _asker: Asker) -> Iterator[Sample]:
         yield Sample(INFO, (VERSION,), 1)
-        yield Sample(DRAINING, (), self._is_draining)
+        yield Sample(DRAINING, (), self._refuses_transfers)
         yield Sample(LISTENING, (), self._is_listening)
 
     def _report(self, asked: Status) -> StatusReport:
@@ -620,6 +658,7 @@ class Daemon:
             pid=os.getpid(),
             uptime_ms=round((time.monotonic() - self._started_at) * 1000),
             draining=self._is_draining,
+            drained=self._transfers.drained,
             pools=self._pools.status(holders=asked.holders),
             sessions=tuple(
                 SessionStatus(

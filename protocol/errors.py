@@ -65,7 +65,8 @@ which ``fault`` says in words, on the wire too::
     |   +-- PageBusyError             PAGE_BUSY            a page has a reader or writer that excludes this use
     |   +-- TablesBusyError           TABLES_BUSY          an update of these tables is already waiting
     |   +-- OverloadedError           BUSY                 a bound on requests in flight is reached
-    |   +-- ShuttingDownError         SHUTTING_DOWN        the daemon is draining
+    |   +-- ShuttingDownError         SHUTTING_DOWN        the daemon ends
+    |   +-- DrainedError              DRAINED              an operator lets no new transfers begin here
     +-- DaemonError             the daemon or its host
         +-- OutOfMemoryError          OUT_OF_MEMORY        the host or the device cannot give the memory
         +-- OutOfDescriptorsError     OUT_OF_DESCRIPTORS   the daemon may not open more descriptors
@@ -588,7 +589,7 @@ class PoolFullError(BusyError):
     """Fewer free pages than requested."""
 
     code = "POOL_FULL"
-    remedy = "free pages, ask for fewer, or wait; kvferry status shows which sessions hold them"
+    remedy = "free pages, ask for fewer, or wait; kvferry pools shows who holds them, and since when"
 
 
 class PageBusyError(BusyError):
@@ -619,10 +620,17 @@ class OverloadedError(BusyError):
 
 
 class ShuttingDownError(BusyError):
-    """The daemon is draining and accepts no new requests."""
+    """The daemon ends and accepts no new requests."""
 
     code = "SHUTTING_DOWN"
     remedy = "connect again once the daemon is back"
+
+
+class DrainedError(BusyError):
+    """An operator has drained the daemon: it accepts no new transfers, and goes on with those under way."""
+
+    code = "DRAINED"
+    remedy = "send the request to an engine of another daemon, or let the operator run kvferry undrain"
 
 
 class DaemonError(KvferryError):

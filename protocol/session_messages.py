@@ -31,7 +31,9 @@ class Hello(AnsweredBy[Welcome], frozen=True, kw_only=True, tag="HELLO"):
 
 
 class Pong(ReplyBody, frozen=True, kw_only=True, tag="PONG"):
-    """PING's reply, written by the control loop."""
+    """PING's reply, written by the control loop. ``refuses_transfers``: it ends, or an operator has drained it."""
+
+    refuses_transfers: bool = False
 
 
 class Ping(AnsweredBy[Pong], frozen=True, kw_only=True, tag="PING"):
@@ -49,6 +51,7 @@ class StatusReport(ReplyBody, frozen=True, kw_only=True, tag="STATUS_REPORT"):
     pid: int
     uptime_ms: int
     draining: bool
+    """It ends, or hands over to the next one."""
     pools: tuple[PoolStatus, ...]
     sessions: tuple[SessionStatus, ...]
     transfers: tuple[TransferStatus, ...]
@@ -66,6 +69,8 @@ class StatusReport(ReplyBody, frozen=True, kw_only=True, tag="STATUS_REPORT"):
     """Totals of what other users have; None: everything is listed, as it is for root and the daemon's own user."""
     recent: tuple[EndedTransfer, ...] = ()
     """The last transfers that have ended, the newest first, where STATUS asks for them."""
+    drained: bool = False
+    """An operator has drained it; see DRAIN."""
 
 
 class OthersStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,6 +182,24 @@ class PageHolder(msgspec.Struct, frozen=True, kw_only=True):
     age_ms: int
     name: str = ""
     """The instance's name and its sessions, for people."""
+
+
+class Drained(ReplyBody, frozen=True, kw_only=True, tag="DRAINED"):
+    """DRAIN's reply: how many sides of transfers are under way."""
+
+    transfers: int
+
+
+class Drain(AnsweredBy[Drained], frozen=True, kw_only=True, tag="DRAIN"):
+    """Let no new transfers begin here, or let them again; what is under way goes on, with both its halves.
+
+    It lasts until it is undone, or the daemon ends. For the daemon's own user and root.
+    """
+
+    in_batch = False
+    after_restart = "again"
+
+    drain: bool = True
 
 
 class SpaceStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

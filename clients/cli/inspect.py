@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from kvferry.clients.cli.connection import Connection
-from kvferry.clients.cli.console import add_daemon, add_wait, table
+from kvferry.clients.cli.console import FAILED, WORKED, add_daemon, add_wait, table
 from kvferry.protocol.printable import json_line, printable
 from kvferry.protocol.session_messages import (
     DescriptorsStatus,
@@ -36,14 +36,15 @@ def add_ping(command: argparse.ArgumentParser) -> None:
 
 
 def ping(options: argparse.Namespace) -> int:
-    """Print which daemon answers, and the round-trip time."""
+    """Print which daemon answers, and the round-trip time; return 1 where it accepts no new transfers."""
     with Connection.open(options.runtime_dir, "ping", timeout_s=options.timeout) as connection:
         started = time.perf_counter()
-        connection.call(Ping(), timeout_s=connection.left_s)
+        pong = connection.call(Ping(), timeout_s=connection.left_s)
         elapsed_us = (time.perf_counter() - started) * 1e6
         version = connection.welcome.daemon_version
-        print(printable(f"kvferry {version} boot {connection.boot_id[:8]} answers in {elapsed_us:.0f} us"))
-    return 0
+        but = "; it accepts no new transfers: it ends or is drained" if pong.refuses_transfers else ""
+        print(printable(f"kvferry {version} boot {connection.boot_id[:8]} answers in {elapsed_us:.0f} us{but}"))
+    return FAILED if pong.refuses_transfers else WORKED
 
 
 def add_status(command: argparse.ArgumentParser) -> None:
@@ -83,7 +84,7 @@ def names_of_sessions(report: StatusReport) -> dict[int, str]:
 
 def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
     """Yield the lines that ``kvferry status`` prints."""
-    state = "draining" if report.draining else "serving"
+    state = "draining" if report.draining else "drained" if report.drained else "serving"
     yield (
         f"kvferry {report.daemon_version} pid {report.pid} boot {boot_id[:8]} {state}, "
         f"up for {report.uptime_ms / 1000:.0f} s"

@@ -48,7 +48,7 @@ def _gauge(name: str, text: str, *labels: str) -> Metric:
 _POOL: Final = ("tenant", "pool", "device", "space")
 
 INFO = _gauge("info", "1; the version of the daemon.", "version")
-DRAINING = _gauge("draining", "1 while the daemon ends or hands over, and accepts no new transfers.")
+DRAINING = _gauge("draining", "1 while the daemon accepts no new transfers: it ends, hands over, or is drained.")
 POOLS = _gauge("pools", "Pools, by who owns their memory.", "device", "memory_of")
 POOL_MEMORY_BYTES = _gauge("pool_memory_bytes", "Memory of the pools.", "device", "memory_of")
 POOL_PAGES = _gauge("pool_pages", "Pages of a page space of a pool, each in one state.", *_POOL, "state")

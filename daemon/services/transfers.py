@@ -23,6 +23,7 @@ from kvferry.daemon.transfer.transitions import State
 from kvferry.pools.planning.page_ranges import PageRange, page_ranges
 from kvferry.protocol.errors import (
     CancelledError,
+    DrainedError,
     InternalError,
     KvferryError,
     OverloadedError,
@@ -70,6 +71,8 @@ class TransferService:
     ) -> None:
         """``host_receives`` handles RECEIVEs into the host tier."""
         self.draining = False
+        self.drained = False
+        """An operator lets no new transfers begin."""
         self._dispatcher = dispatcher
         self._state_machine = state_machine
         self._effects = effects
@@ -278,6 +281,8 @@ class TransferService:
     def _context(self, call: Call, body: Send | Receive) -> RequestContext:
         if self.draining:
             raise ShuttingDownError("the daemon is shutting down and accepts no new transfers")
+        if self.drained and not self._is_under_way(body.request_id):
+            raise DrainedError("an operator has drained this daemon: it accepts no new transfers")
         pool = self._pools.named_by(call.session, body.pool)
         session_id = call.session.session_id
         key = EndpointKey(pool.tenant, body.request_id, body.pool, "send" if isinstance(body, Send) else "receive")
@@ -288,6 +293,10 @@ class TransferService:
         return RequestContext(
             session_id, pool, body.request_id, Clocked(now, now + call.deadline_s), call.session.owner_id
         )
+
+    def _is_under_way(self, request_id: str) -> bool:
+        endpoints = self._state_machine.endpoints
+        return bool(endpoints.of_request(request_id) or endpoints.announced(request_id))
 
     def _check_limits(self, session: Session) -> None:
         most = self._limits.max_transfers_per_session

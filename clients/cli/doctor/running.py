@@ -97,6 +97,8 @@ def check_daemon(running: Running) -> Finding:
         return Finding("warning", f"{said}; this command is {VERSION}", f"after an upgrade: {RESTART}")
     if report.draining:
         return Finding("warning", f"{said}; it is draining and accepts no new transfers", "wait until it ends")
+    if report.drained:
+        return Finding("warning", f"{said}; it is drained and accepts no new transfers", "kvferry undrain")
     return Finding("ok", said)
 
 

@@ -83,6 +83,7 @@ ANSWERS: dict[str, tuple[str, object]] = {
     "UPDATE_TABLES": ("UNKNOWN_TABLES", {"tables": "t", "batch": 1, "ids": [5]}),
     "DELETE_TABLES": ("UNKNOWN_TABLES", {"tables": "t"}),
     "UPGRADE": ("UPGRADE_REFUSED", {}),
+    "DRAIN": ("", {"drain": False}),
 }
 
 
