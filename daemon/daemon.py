@@ -78,6 +78,7 @@ from kvferry.pools.pool import Pool
 from kvferry.protocol import VERSION
 from kvferry.protocol.config.load import load_config
 from kvferry.protocol.config.schema import Config
+from kvferry.protocol.config.values import changes, values_of
 from kvferry.protocol.errors import (
     AccessDeniedError,
     ConfigError,
@@ -330,7 +331,7 @@ class Daemon:
             self._remote.receiver,
             self._adoption,
         )
-        self._upgrade = UpgradeService(self._dispatcher, self._control.user_of, self._adoption)
+        self._upgrade = UpgradeService(self._dispatcher, self._control.user_of, self._adoption, config)
         # -- metrics
         self._lag = LoopLag(loop)
         self._metrics = self._collecting(state_machine, connection_bytes)
@@ -734,7 +735,7 @@ def main(arguments: list[str] | None = None, tuning: Tuning = DEFAULT_TUNING) ->
     try:
         predecessor = Predecessor.find()
         copy_kernel.check_switch()
-        config = load_config(options.config, offer()) if options.config else Config()
+        config = load_config(options.config, offer(), os.environ)
         path = options.runtime_dir or Path(config.runtime_dir or runtime_dirs(os.environ)[0])
         if predecessor is not None:
             check_kept(predecessor.kept)
@@ -748,6 +749,8 @@ def main(arguments: list[str] | None = None, tuning: Tuning = DEFAULT_TUNING) ->
         return 1 if isinstance(error, DaemonLostError) else EXIT_BAD_INPUT
     try:
         configure_logs(config.logging)
+        if predecessor is not None:
+            log.info("configuration read anew", changed=changes(predecessor.config, values_of(config)))
         with runtime_directory as directory:
             store = open_store(directory.path, inherited, keep=options.keep)
             keeper = open_keeper(directory.path, store, config.keeper.grace_s)

@@ -14,7 +14,6 @@ from kvferry.daemon.process.host import ServiceManager
 from kvferry.pools.host.placement import offer
 from kvferry.pools.tiers.own_folder import OwnFolder
 from kvferry.protocol.config.load import load_config
-from kvferry.protocol.config.schema import Config
 from kvferry.protocol.errors import AccessDeniedError, ConfigError, KvferryError
 from kvferry.protocol.settings import runtime_dirs
 
@@ -32,7 +31,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     parser.add_argument("--runtime-dir", type=Path, metavar="DIR", help="the daemon's; overrides the configuration")
     options = parser.parse_args(arguments)
     try:
-        config = load_config(options.config, offer()) if options.config else Config()
+        config = load_config(options.config, offer(), os.environ)
         folder = Path(options.runtime_dir or config.runtime_dir or runtime_dirs(os.environ)[0]).absolute()
         descriptor = _listening(folder)
     except KvferryError as error:

@@ -22,18 +22,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from types import MappingProxyType
 from typing import Final, Self, TypeAlias
 
 from kvferry.protocol.errors import DaemonLostError, UpgradeRefusedError
 
 VARIABLE: Final = "KVFERRY_PREDECESSOR"
 """Names the descriptor of the new daemon's end."""
+
+CONFIG_VARIABLE: Final = "KVFERRY_PREDECESSOR_CONFIG"
+"""Has the old daemon's configuration, as JSON: the new one says what has changed."""
 
 MAX_PACKET_BYTES: Final = 1024
 READY_S: Final = 60.0
@@ -42,6 +47,7 @@ READY_S: Final = 60.0
 _WATCHDOG: Final = "WATCHDOG_PID"
 """Says that the service manager watches the old one alone."""
 
+NO_CONFIG: Final[Mapping[str, object]] = MappingProxyType({})
 Descriptors: TypeAlias = Mapping[str, Sequence[int]]
 
 
@@ -64,12 +70,15 @@ class Successor:
         return self._process.pid
 
     @classmethod
-    async def start(cls, kept: Descriptors, command: Sequence[str] | None = None) -> Self:
+    async def start(
+        cls, kept: Descriptors, command: Sequence[str] | None = None, config: Mapping[str, object] = NO_CONFIG
+    ) -> Self:
         """Start it, and return once it is ready.
 
         Args:
             kept: what outlives this daemon; they stay this daemon's.
             command: by default this process's own.
+            config: of this daemon, by key.
 
         Raises:
             UpgradeRefusedError: it is not ready, and has been ended.
@@ -82,7 +91,7 @@ class Successor:
                     subprocess.Popen,
                     command or sys.orig_argv,
                     stdin=subprocess.DEVNULL,
-                    env={**environment, VARIABLE: str(theirs.fileno())},
+                    env={**environment, VARIABLE: str(theirs.fileno()), CONFIG_VARIABLE: json.dumps(dict(config))},
                     pass_fds=[theirs.fileno()],
                 )
         except OSError as cause:
@@ -145,13 +154,14 @@ class Successor:
 class Predecessor:
     """The old daemon, as the new one sees it. Blocking: nothing is served yet."""
 
-    def __init__(self, channel: socket.socket) -> None:
-        """Hear what it has; ``kept`` are owned from now on.
+    def __init__(self, channel: socket.socket, config: str = "") -> None:
+        """Hear what it has; ``kept`` are owned from now on. ``config``: its configuration, as JSON.
 
         Raises:
             DaemonLostError: it has ended.
         """
         self._channel = channel
+        self.config: dict[str, object] = json.loads(config) if config else {}
         self.kept = _received(channel, "KEPT", b"LOOK")
 
     @classmethod
@@ -161,12 +171,12 @@ class Predecessor:
         Raises:
             DaemonLostError: it has ended.
         """
-        fd = environ.pop(VARIABLE, "")
+        fd, config = environ.pop(VARIABLE, ""), environ.pop(CONFIG_VARIABLE, "")
         if not fd.isdecimal():
             return None
         channel = socket.socket(fileno=int(fd))
         os.set_inheritable(channel.fileno(), False)  # noqa: FBT003  os's own signature
-        return cls(channel)
+        return cls(channel, config)
 
     def refuse(self, why: str) -> None:
         """Say why this process cannot go on with what it has; it goes on then."""

@@ -19,6 +19,8 @@ from kvferry.daemon.tiers.lower_tiers import Background
 from kvferry.pools.devices.accelerator import Accelerator
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.records import UnreadableFileError
+from kvferry.protocol.config.schema import Config
+from kvferry.protocol.config.values import values_of
 from kvferry.protocol.errors import (
     RETRY_LATER_MS,
     AccessDeniedError,
@@ -45,13 +47,15 @@ class UpgradeService:
         dispatcher: Dispatcher,
         user_of: Callable[[bytes], int | None],
         adoption: Adoption,
+        config: Config,
     ) -> None:
-        """``user_of`` returns the user who made a connection."""
+        """``user_of`` returns the user who made a connection; the next daemon compares its ``config``."""
         self.successor: Successor | None = None
         self.ready = asyncio.Event()
         self._dispatcher = dispatcher
         self._user_of = user_of
         self._adoption = adoption
+        self._config = config
         self._background = Background("an UPGRADE")
         self._in_progress = False
         dispatcher.handle_open("UPGRADE", self._upgrade)
@@ -84,7 +88,7 @@ class UpgradeService:
     async def _answer(self, call: OpenCall) -> None:
         answer: Upgrading | KvferryError
         try:
-            successor = await Successor.start(self._adoption.descriptors())
+            successor = await Successor.start(self._adoption.descriptors(), config=values_of(self._config))
         except KvferryError as error:
             log.warning("not upgraded: this daemon goes on", cause=error.detail)
             answer, self._in_progress = error, False

@@ -1,6 +1,7 @@
-"""Loading a configuration file: each mistake is one error that names the file, key, value and allowed values.
+"""Loading a configuration: each mistake is one error that names the file or variable, key, value and allowed values.
 
-What a key may be follows from its type in the schema. A key whose name ends in ``_bytes`` is a size.
+What a key may be follows from its type in the schema. A key whose name ends in ``_bytes`` is a size. An environment
+variable, ``KVFERRY_TIERS_HOST_BYTES`` for ``tiers.host_bytes``, counts more than the file.
 """
 
 from __future__ import annotations
@@ -10,55 +11,130 @@ import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import inspect
 
 from kvferry.protocol.config.conflicts import HostOffer, conflicts
 from kvferry.protocol.config.schema import Config, Section
+from kvferry.protocol.config.values import OTHERWISE_GIVEN, PREFIX, keys_of, variable_of
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.ids import PATTERNS
 from kvferry.protocol.settings import SIZE_FORM, size_bytes, size_text
 
 _S = TypeVar("_S", bound=Section)
 _MAX_SHOWN = 64
+NO_VARIABLES: Final[Mapping[str, str]] = MappingProxyType({})
 _NO_FILE = "name a readable file with --config, or none for the defaults"
 _NO_TABLE = "write it as TOML: [section] and key = value lines, in UTF-8"
 
 
-def load_config(path: Path, offer: HostOffer) -> Config:
-    """Return the configuration in a TOML file.
+class ReadConfig(NamedTuple):
+    """A configuration, and its mistakes; a key that is one has its default."""
+
+    config: Config
+    mistakes: list[ConfigError]
+    sources: dict[str, str]
+    """By key: the file, or the variable with a ``$``, that gives its value; a key that is not here has its default."""
+
+
+def load_config(path: Path | None, offer: HostOffer, environ: Mapping[str, str] = NO_VARIABLES) -> Config:
+    """Return the configuration in a TOML file, if there is one, and in environment variables.
 
     Raises:
         ConfigError: the file cannot be read or parsed, a key is unknown or has a wrong value, two keys exclude each
             other, or the host offers less; names the keys, their values and what is allowed.
     """
-    config, mistakes = read_config(path, offer)
-    for mistake in mistakes:
+    read = read_config(path, offer, environ)
+    for mistake in read.mistakes:
         raise mistake
-    return config
+    return read.config
 
 
-def read_config(path: Path, offer: HostOffer) -> tuple[Config, list[ConfigError]]:
-    """Return the configuration in a TOML file, and its mistakes; a key that is one has its default.
+def read_config(path: Path | None, offer: HostOffer, environ: Mapping[str, str] = NO_VARIABLES) -> ReadConfig:
+    """Return the configuration in a TOML file, if there is one, and in environment variables.
 
     Raises:
         ConfigError: the file cannot be read or parsed.
     """
+    table = {} if path is None else _parsed(path)
+    given = _Given(str(path), {})
+    for key, kind in keys_of():
+        name = variable_of(key)
+        if key != OTHERWISE_GIVEN and name in environ:
+            _put(table, key, _from_text(environ[name], kind))
+            given.variables[key] = f"${name}"
+    mistakes = _unknown_variables(environ)
+    config = _table(given, "", Config, table, mistakes)
+    if not mistakes:
+        mistakes += [ConfigError(f"{given.by(key)}: {what}", field=key) for key, what in conflicts(config, offer)]
+    in_table = {key: given.by(key) for key, _ in keys_of() if _has(table, key)}
+    return ReadConfig(config, mistakes, in_table)
+
+
+class _Given(NamedTuple):
+    """Where values come from."""
+
+    file: str
+    variables: dict[str, str]
+
+    def by(self, key: str) -> str:
+        return self.variables.get(key, self.file)
+
+
+def _put(table: dict[str, Any], key: str, value: object) -> None:
+    *sections, name = key.split(".")
+    at: Any = table
+    for section in sections:
+        at = at.setdefault(section, {})
+        if not isinstance(at, dict):  # the file's own mistake
+            return
+    at[name] = value
+
+
+def _has(table: object, key: str) -> bool:
+    for name in key.split("."):
+        if not isinstance(table, dict) or name not in table:
+            return False
+        table = table[name]
+    return True
+
+
+def _from_text(text: str, kind: Any) -> object:  # noqa: ANN401  a type
+    """Return what a variable's text means: itself where the key takes text, else the value that TOML reads in it."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        return msgspec.convert(text, kind)
+    except ValueError:
+        pass
+    try:
+        return text if "\n" in text else tomllib.loads(f"value = {text}")["value"]
+    except ValueError:
+        return text  # a size, or wrong
+
+
+def _unknown_variables(environ: Mapping[str, str]) -> list[ConfigError]:
+    """Return the mistakes of variables that name a section, and no key of it."""
+    known = {variable_of(key): key for key, _ in keys_of()}
+    sections = tuple({f"{PREFIX}{key.partition('.')[0].upper()}_" for key in known.values() if "." in key})
+    found = []
+    for name in sorted(environ):
+        if name.startswith(sections) and name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            found.append(ConfigError(f"${name}: no such key{f'; did you mean {near[0]}?' if near else ''}", field=name))
+    return found
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as cause:
         raise ConfigError(f"{path}: {cause.strerror}", remedy=_NO_FILE) from cause
     except ValueError as cause:  # also invalid UTF-8
         raise ConfigError(f"{path}: {cause}", remedy=_NO_TABLE) from cause
     except RecursionError as cause:
         raise ConfigError(f"{path}: nested too deeply", remedy=_NO_TABLE) from cause
-    mistakes: list[ConfigError] = []
-    config = _table(path, "", Config, table, mistakes)
-    if not mistakes:
-        mistakes += [ConfigError(f"{path}: {what}", field=key) for key, what in conflicts(config, offer)]
-    return config, mistakes
 
 
 def allowed(key: str, kind: inspect.Type) -> str:  # noqa: C901, PLR0911  a table with one row per type
@@ -88,9 +164,11 @@ def allowed(key: str, kind: inspect.Type) -> str:  # noqa: C901, PLR0911  a tabl
             return "a table"
 
 
-def _table(path: Path, prefix: str, section: type[_S], table: object, mistakes: list[ConfigError]) -> _S:
+def _table(given: _Given, prefix: str, section: type[_S], table: object, mistakes: list[ConfigError]) -> _S:
     if not isinstance(table, dict):
-        mistakes.append(ConfigError(f"{path}: {prefix} = {_shown(table)}: must be a table, [{prefix}]", field=prefix))
+        mistakes.append(
+            ConfigError(f"{given.file}: {prefix} = {_shown(table)}: must be a table, [{prefix}]", field=prefix)
+        )
         return section()
     fields: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(section)}
     values: dict[str, object] = {}
@@ -98,15 +176,15 @@ def _table(path: Path, prefix: str, section: type[_S], table: object, mistakes: 
         key = f"{prefix}.{name}" if prefix else name
         kind = fields.get(name)
         if isinstance(kind, type) and issubclass(kind, Section):
-            values[name] = _table(path, key, kind, value, mistakes)
+            values[name] = _table(given, key, kind, value, mistakes)
         elif kind is None:
-            mistakes.append(ConfigError(f"{path}: {key}: {_unknown(name, prefix, fields)}", field=key))
+            mistakes.append(ConfigError(f"{given.file}: {key}: {_unknown(name, prefix, fields)}", field=key))
         else:
             try:
                 values[name] = msgspec.convert(_plain(key, value), kind, str_keys=True)
             except ValueError:  # msgspec's ValidationError is one
                 what = allowed(key, inspect.type_info(kind))
-                mistakes.append(ConfigError(f"{path}: {key} = {_shown(value)}: must be {what}", field=key))
+                mistakes.append(ConfigError(f"{given.by(key)}: {key} = {_shown(value)}: must be {what}", field=key))
     return section(**values)
 
 

@@ -36,8 +36,8 @@ def test_a_class_travels_and_comes_back(kind: type[KvferryError]) -> None:
 
 def test_retryable_is_what_may_pass_later() -> None:
     assert {one.code for one in CONCRETE if one.retryable} == {
-        "BUSY", "DAEMON_LOST", "DEADLINE", "DRAINED", "PAGE_BUSY", "PEER_LOST", "POOL_FULL", "POOL_IN_USE", "SHUTTING_DOWN",
-        "TABLES_BUSY", "TRANSFER_FAILED",
+        "BUSY", "DAEMON_LOST", "DEADLINE", "DRAINED", "PAGE_BUSY", "PEER_LOST", "POOL_FULL", "POOL_IN_USE",
+        "SHUTTING_DOWN", "TABLES_BUSY", "TRANSFER_FAILED",
     }  # fmt: skip
 
 

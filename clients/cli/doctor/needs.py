@@ -81,7 +81,7 @@ def read_needs(host: Host, path: Path | None, *, npu: bool) -> tuple[Needs, Find
         hint = f"; there is /etc/kvferry/{others[0]}: give it with --config" if others else ""
         return Needs(npu_asked=npu), Finding("ok", f"none given, defaults{hint}")
     try:
-        config, mistakes = read_config(host.path(path.absolute()), offer())
+        config, mistakes, _ = read_config(host.path(path.absolute()), offer())
     except ConfigError as error:
         config, mistakes = Config(), [error]
     needs = Needs(config, npu, path=path.absolute(), mistakes=tuple(mistakes))
