@@ -38,6 +38,7 @@ PURPOSES: Final = {
     KEEPER: "keep the NPU memory of this node's pools from one daemon to the next",
     "ping": "ask whether the daemon answers",
     "status": "show what the daemon holds and does",
+    "top": "show live in the terminal what the daemon does",
     "transfers": "show what transfers wait for, which are slow or stuck, and how the last ones ended",
     "pools": "show who has the pages of each pool, and since when",
     "tiers": "show what the tiers have, find and take, and their operations",
@@ -56,6 +57,7 @@ PURPOSES: Final = {
 MODULES: Final = {
     "ping": "kvferry.clients.cli.inspect",
     "status": "kvferry.clients.cli.inspect",
+    "top": "kvferry.clients.cli.top",
     "transfers": "kvferry.clients.cli.transfers",
     "pools": "kvferry.clients.cli.pools",
     "tiers": "kvferry.clients.cli.tiers",
