@@ -215,7 +215,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take note of what the workers have done."""
         if self._scheduler is not None:
-            self._scheduler.failed(getattr(connector_output, "failed_recving", None) or ())
+            failed = getattr(connector_output, "failed_recving", None) or ()
+            self._scheduler.failed(failed, connector_output.invalid_block_ids or frozenset())
             if connector_output.finished_recving:
                 self._scheduler.arrived(connector_output.finished_recving)
             done = getattr(connector_output, "kv_connector_worker_meta", None)

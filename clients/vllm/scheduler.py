@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -364,11 +364,18 @@ class Scheduler:
             if known is not None:
                 known.is_receiving = False
 
-    def failed(self, requests: Iterable[str]) -> None:
-        """Take note of requests of several groups of which something has not come: they are computed."""
+    def failed(self, requests: Iterable[str], blocks: Collection[int]) -> None:
+        """Take note of what has not come: requests of several groups, or blocks of one. These requests are computed.
+
+        Nothing is loaded for them any more: vLLM counts the blocks that it takes from such a request as reserved for
+        it, and where it has too few for both it waits for ever.
+        """
         for name in requests:
             if name in self._known:
                 self._known[name].failed = True
+        if blocks:
+            for known in self._known.values():
+                known.failed |= known.is_receiving and any(one in blocks for ids in known.blocks for one in ids)
 
     def read(self, numbers: Iterable[int]) -> None:
         """Take note of stores that a rank has done with a group, or given up: vLLM may have their blocks back."""

@@ -354,3 +354,23 @@ def test_both_roles_with_the_prefix_cache(kept_daemon: Daemon, plain: Plain, tmp
             (answer,) = pair.decode.wait(name)
         assert [answer.tokens] == plain.tokens((*other, 6))
         pair.assert_nothing_left()
+
+
+@pytest.mark.long
+def test_a_prompt_that_has_not_come_is_computed_in_its_few_blocks(
+    kept_daemon: Daemon, plain: Plain, tmp_path: Path
+) -> None:
+    """It is in the cache by then; vLLM would wait for as many blocks again, before it has it loaded."""
+    one = prompt(4 * BLOCK + 5, seed=70)
+    options: dict[str, Any] = {"num_gpu_blocks_override": 8, "max_model_len": 6 * BLOCK}
+    caches: dict[str, Any] = {"prefill": {**NEVER, "cache": True}, "decode": {**NEVER, "cache": True}}
+    with running_pair(tmp_path, kept_daemon.runtime_dir, model=TINY_MHA, **caches, **options) as pair:
+        pair.prefill.ask(Asked(one, 1))
+        pair.prefill.drain()
+        with by_hand(pair.prefill), pair.counts("transfers.receive.peer_cancelled", 1):
+            names, [to_prefill] = pair.awaited(one)
+            pair.prefill.call(aborted, pair.prefill.add(Asked(one, 1, to_prefill)))
+            pair.prefill.call(stepped)
+            (answer,) = pair.decode.wait(*names)
+        assert [answer.tokens] == plain.tokens(one, model=TINY_MHA)
+        pair.assert_nothing_left()
