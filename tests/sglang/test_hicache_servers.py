@@ -17,7 +17,7 @@ import pytest
 from kvferry.clients import Client, MhaSpec, ModelIdentity
 from tests import kit
 from tests.kit.daemons import Daemon, soon
-from tests.kit.folders import SMOLLM2, TINY_MLA, TINY_WINDOWS
+from tests.kit.folders import SMOLLM2, TINY_DELTA, TINY_MLA, TINY_WINDOWS
 from tests.kit.servers import Reply, prompt, running
 from tests.sglang.servers import HICACHE_PAGE as PAGE
 from tests.sglang.servers import NEW_TOKENS, Expected, Server, hicache, request, server
@@ -35,6 +35,7 @@ class Kind(NamedTuple):
     layout: str
     memory: str
     io: str = "direct"
+    page_size: int = PAGE
 
 
 KINDS: Final = {
@@ -43,13 +44,20 @@ KINDS: Final = {
     "latents-page-first-direct": Kind(TINY_MLA, "page_first_direct", "daemon"),
 }
 WINDOWS: Final = Kind(TINY_WINDOWS, "layer_first", "daemon")
+STATES: Final = Kind(TINY_DELTA, "page_first_direct", "daemon", page_size=1)
 
 
 @contextmanager
 def serving(kind: Kind, daemon: Daemon, folder: Path) -> Iterator[Server]:
     """Run a server with HiCache."""
     environment = {"KVFERRY_RUNTIME_DIR": str(daemon.runtime_dir), "KVFERRY_SGLANG_MEMORY": kind.memory}
-    one = server(folder, "plain", model=kind.model, options=hicache(kind.layout, kind.io), environment=environment)
+    one = server(
+        folder,
+        "plain",
+        model=kind.model,
+        options=hicache(kind.layout, kind.io, kind.page_size),
+        environment=environment,
+    )
     with running(one):
         yield one
 
@@ -115,6 +123,33 @@ def test_windows_are_found_after_a_flush_and_full_attention_alone_is_not(
             assert_answers(one, expected, stored=True)
             assert client.evict_cached(pool=windows).blocks > 0
         assert_answers(one, expected, stored=False)
+
+
+def test_states_are_found_where_a_request_has_ended_and_full_attention_alone_is_not(
+    answers: Callable[[str], Expected], tmp_path: Path
+) -> None:
+    expected = answers(TINY_DELTA)
+    begun = {length: length // 2 for length in LENGTHS}
+
+    def assert_found(*, stored: bool) -> None:
+        one.flush()
+        for length, start in begun.items():
+            reply = one.post("/generate", request(prompt(length)))
+            assert reply.tokens == expected.tokens(length)
+            assert from_storage(reply) == (start if stored else 0), (length, reply)
+
+    with (
+        kit.daemon(keep=True) as daemon,
+        serving(STATES, daemon, tmp_path) as one,
+        Client.connect(daemon.runtime_dir) as client,
+    ):
+        [states] = [pool.pool for pool in client.status().pools if pool.pool.endswith("-mamba")]
+        for length, start in begun.items():
+            assert len(one.post("/generate", request(prompt(length)[:start], 1)).tokens) == 1
+        assert soon(lambda: stored_blocks(daemon) == sum(begun.values()) + len(begun)), one.log_tail()
+        assert_found(stored=True)
+        assert client.evict_cached(pool=states).blocks > 0
+        assert_found(stored=False)
 
 
 def test_other_bytes_give_other_tokens_and_a_killed_daemon_is_a_miss(expected: Expected, tmp_path: Path) -> None:
