@@ -387,8 +387,8 @@ class SendRequest(Endpoint):
     @property
     def daemons(self) -> tuple[str, ...]:
         """Return the addresses of other daemons whose receive requests it fills, or has filled."""
-        remote = (one for one in self.receive_requests if isinstance(one, RemoteEndpoint))
-        return self._daemons or tuple(dict.fromkeys(one.announcement.home.address for one in remote))
+        remote = [one.announcement.home.address for one in self.receive_requests if isinstance(one, RemoteEndpoint)]
+        return tuple(dict.fromkeys(remote)) if remote else self._daemons
 
     @property
     def carries_token(self) -> bool:
@@ -471,8 +471,8 @@ class ReceiveRequest(Endpoint):
     @property
     def daemons(self) -> tuple[str, ...]:
         """Return the addresses of other daemons whose send requests fill it, or may."""
-        joined = (one.origin.peer.address for one in self.send_requests if one.origin is not None)
-        return tuple(dict.fromkeys((*self.source_daemons, *joined)))
+        joined = [one.origin.peer.address for one in self.send_requests if one.origin is not None]
+        return tuple(dict.fromkeys((*self.source_daemons, *joined))) if joined else self.source_daemons
 
     @property
     def name(self) -> ReceiveName:

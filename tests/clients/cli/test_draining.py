@@ -43,6 +43,8 @@ def test_new_transfers_are_refused_and_those_under_way_go_on(drained: tuple[Daem
         refused = begin("pool", new_request_id(), [pages(ids[:2])])
         with pytest.raises(DrainedError, match=r"kvferry undrain"):
             client.wait_finished(refused)
+    [line, *_] = [one for one in daemon.log.read_text().splitlines() if "requests refused" in one]
+    assert all(said in line for said in ("DRAINED", "engine", "accepts no new transfers"))
     receiving = client.receive("pool", REQUEST, [pages(ids[:2])])
     assert client.wait_finished(receiving).error is None, "it is the other half of what was under way"
     assert ends_with(daemon, "undrain") == 0

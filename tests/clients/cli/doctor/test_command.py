@@ -23,10 +23,11 @@ from kvferry.clients.cli.doctor.running import (
     check_daemon,
     check_devices,
     check_directory,
+    check_tiers,
     process_behind,
 )
 from kvferry.protocol import VERSION
-from kvferry.protocol.session_messages import DeviceStatus, NetworkStatus, StatusReport
+from kvferry.protocol.session_messages import DeviceStatus, NetworkStatus, StatusReport, TierStatus
 from tests import kit
 from tests.clients.cli.doctor.fake_host import GIB_IN_KIB, MODERN_KERNEL, limits, make_host, npu_files, script
 from tests.kit.daemons import Daemon
@@ -213,6 +214,7 @@ def test_one_that_stands_still() -> None:
         ({}, "ok", "up for 0 s"),
         ({"daemon_version": "0.0.1"}, "warning", "this command is"),
         ({"draining": True}, "warning", "is draining"),
+        ({"drained": True}, "warning", "is drained"),
         ({"network": BROKEN}, "missing", "network transport is broken"),
     ],
 )
@@ -233,6 +235,16 @@ def test_its_devices() -> None:
         # That a pool was asked for on it says nothing of what this host is to have.
         "device npu:2": ("warning", "unavailable: no torch_npu"),
     }
+
+
+def test_a_tier_that_is_slow_is_not_well() -> None:
+    tiers = tuple(
+        TierStatus(tier=tier, state=state, total_bytes=1, used_bytes=0)
+        for tier, state in (("host", "ready"), ("disk", "slow: the last 8 writes took 400 ms each"), ("remote", "off"))
+    )
+    [(name, finding)] = check_tiers(that_says(tiers=tiers)).items()
+    assert (name, finding.state) == ("tier disk", "warning")
+    assert finding.found == "the daemon says: slow: the last 8 writes took 400 ms each"
 
 
 def test_a_keeper_that_is_lost_is_worth_a_restart() -> None:
