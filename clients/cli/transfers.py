@@ -80,8 +80,8 @@ def transfers(options: argparse.Namespace) -> int:
     if options.json:
         print(json_line({"boot_id": boot_id, "daemons": [_plain(one) for one in every]}))
         return WORKED
-    for one in every:
-        print("\n".join(map(printable, _lines(one, options))))
+    for number, one in enumerate(every):
+        print("\n" * (number > 0) + "\n".join(map(printable, _lines(one, options))))
     return WORKED
 
 
@@ -157,7 +157,7 @@ def _lines(sides: Sides, options: argparse.Namespace) -> Iterable[str]:
         if sides.unknown:
             return
         if not sides.live and not sides.ended:
-            yield "  knows nothing of it: it was never asked, or it was long ago"
+            yield "  has no side of it: its engine has not asked for it yet, or it ended long ago"
             return
     if sides.live or not (sides.ended or options.recent):
         yield from table("transfers", LIVE, [_live_row(one, sides.sessions) for one in sides.live])

@@ -162,7 +162,7 @@ def test_a_request_is_looked_for_at_both_daemons(capsys: pytest.CaptureFixture[s
         [here, there] = sides()
         assert here == (decoder.status().addresses[0], ["receive"])
         assert there == (address, []), "it is asked, and has nothing"
-        assert f"daemon {address}\n  knows nothing of it" in command("transfers", "--request", request_id)
+        assert f"daemon {address}\n  has no side of it" in command("transfers", "--request", request_id)
         p.send("pool", request_id, [pages(p.allocate("pool", 1))], last=False)
         p.ping()
         assert soon(lambda: sides()[1] == (address, ["send"]))
