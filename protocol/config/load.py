@@ -60,7 +60,7 @@ def read_config(path: Path | None, offer: HostOffer, environ: Mapping[str, str] 
         ConfigError: the file cannot be read or parsed.
     """
     table = {} if path is None else _parsed(path)
-    given = _Given(str(path), {})
+    given = _Given("the environment" if path is None else str(path), {})
     for key, kind in keys_of():
         name = variable_of(key)
         if key != OTHERWISE_GIVEN and name in environ:
@@ -68,7 +68,7 @@ def read_config(path: Path | None, offer: HostOffer, environ: Mapping[str, str] 
             given.variables[key] = f"${name}"
     mistakes = _unknown_variables(environ)
     config = _table(given, "", Config, table, mistakes)
-    if not mistakes:
+    if not mistakes and (table or path is not None):
         mistakes += [ConfigError(f"{given.by(key)}: {what}", field=key) for key, what in conflicts(config, offer)]
     in_table = {key: given.by(key) for key, _ in keys_of() if _has(table, key)}
     return ReadConfig(config, mistakes, in_table)
