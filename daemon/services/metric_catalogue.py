@@ -182,7 +182,7 @@ TIER_SECONDS = _metric("histogram", "tier_block_seconds", "What a lower tier too
 TIER_RESIDENCE_SECONDS = _metric("histogram", "tier_residence_seconds", "Age of evicted blocks of the host tier.")
 TIMED: Final = (
     Counted(STAGE_SECONDS, re.compile(r"stages\.(?P<stage>\w+)\.(?P<transport>\w+)")),
-    Counted(TIER_SECONDS, re.compile(r"tiers\.(?P<tier>disk|remote)\.(?P<way>write|read)")),
+    Counted(TIER_SECONDS, re.compile(r"tiers\.(?P<tier>disk|remote)\.(?P<way>write|read|sync)")),
     Counted(TIER_RESIDENCE_SECONDS, re.compile(r"tiers\.host\.residence")),
     Counted(TRANSFER_SECONDS, re.compile(r"transfers\.(?P<direction>send|receive)\.(?P<part>waited|moved)")),
 )

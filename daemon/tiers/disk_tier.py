@@ -289,7 +289,7 @@ class DiskTier:
         while True:
             await asyncio.sleep(SYNC_EVERY_S)
             try:  # other writes are interleaved
-                while await asyncio.get_running_loop().run_in_executor(self._writer, self._store.sync_dirty):
+                while await self._sync_some():
                     pass
             except DiskError as error:
                 self._pause(error)
@@ -298,6 +298,19 @@ class DiskTier:
             for key in self._store.take_removed():
                 if (block := self._host.index.get(*key)) is not None:
                     self._forget(block)
+
+    async def _sync_some(self) -> int:
+        """Write out some of what was stored; return how many files are left."""
+        files, left, took_s = await asyncio.get_running_loop().run_in_executor(self._writer, self._sync_dirty)
+        if files:
+            self._took("sync", took_s / files, self._used_bytes // max(1, len(self._sizes)))
+        return left
+
+    def _sync_dirty(self) -> tuple[int, int, float]:
+        """On the writing thread: return how many files were written out, how many are left, and the time it took."""
+        waiting, began_s = self._store.dirty, self._clock()
+        left = self._store.sync_dirty()
+        return waiting - left, left, self._clock() - began_s
 
     async def _scan(self) -> None:
         """Adopt the blocks in the folder, least recently used first."""

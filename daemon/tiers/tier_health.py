@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, get_args
 
 import structlog
 
@@ -24,7 +24,10 @@ FEW: Final = 3
 FORGOTTEN_S: Final = 300.0
 """A time of longer ago says nothing of now."""
 
-Way = Literal["write", "read"]
+Way = Literal["write", "read", "sync"]
+"""A sync is of many blocks: their mean counts as one."""
+
+WAYS: Final[tuple[Way, ...]] = get_args(Way)
 log = structlog.get_logger(__name__)
 
 
@@ -45,7 +48,7 @@ class TierHealth:
         self._failed = 0
         self._logged_s = -math.inf
         self._logged = False
-        self._taken: dict[Way, deque[_Taken]] = {"write": deque(maxlen=JUDGED), "read": deque(maxlen=JUDGED)}
+        self._taken: dict[Way, deque[_Taken]] = {way: deque(maxlen=JUDGED) for way in WAYS}
         self._said_slow = False
 
     def __repr__(self) -> str:
@@ -101,12 +104,12 @@ class TierHealth:
         return [one for one in self._taken[way] if one.at_s >= since_s]
 
     def _slow(self) -> str:
-        for way in ("write", "read"):
+        for way in WAYS:
             lately = self._lately(way)
             allowed_s = sum(one.allowed_s for one in lately)
             if len(lately) >= FEW and sum(one.seconds for one in lately) > allowed_s:
                 return (
-                    f"slow: the last {len(lately)} {way}s took {self.mean_us(way) / 1000:.0f} ms each, "
+                    f"slow: the last {len(lately)} {way}s took {self.mean_us(way) / 1000:.0f} ms a block, "
                     f"{1000 * allowed_s / len(lately):.0f} ms would do"
                 )
         return ""

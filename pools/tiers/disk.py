@@ -346,6 +346,11 @@ class DiskStore:
                 self._stop_cooling(key)
             self._dirty.pop(key, None)
 
+    @property
+    def dirty(self) -> int:
+        """Return how many files ``sync_dirty`` has to write out."""
+        return len(self._dirty)
+
     def sync_dirty(self, max_files: int = 64) -> int:
         """Write out what was stored since the last call, at most ``max_files`` files; return how many are left.
 

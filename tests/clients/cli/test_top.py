@@ -65,7 +65,7 @@ LIVE: Final = {
     "settling": side("finished", "copies"),
     "quarantined": side("quarantined", "copies"),
 }
-SLOW: Final = "slow: the last 8 writes took 412 ms each, 120 ms would do"
+SLOW: Final = "slow: the last 8 writes took 412 ms a block, 120 ms would do"
 BEFORE: Final = StatusReport(
     daemon_version="1.2.3", pid=4711, uptime_ms=7_200_000, draining=False, sessions=(),
     pools=tuple(pool(number) for number in range(9)),

@@ -166,8 +166,12 @@ def test_a_request_is_looked_for_at_both_daemons(capsys: pytest.CaptureFixture[s
         p.send("pool", request_id, [pages(p.allocate("pool", 1))], last=False)
         p.ping()
         assert soon(lambda: sides()[1] == (address, ["send"]))
-        back = Commands(two, capsys).json("transfers", "--request", request_id)["daemons"]
-        assert [at["address"] for at in back] == [address, here[0]]
+        back = Commands(two, capsys)
+
+        def addresses() -> list[str]:
+            return [at["address"] for at in back.json("transfers", "--request", request_id)["daemons"]]
+
+        assert soon(lambda: addresses() == [address, here[0]]), "once the two daemons have talked"
         two.kill()
         said = command("transfers", "--request", request_id)
         assert f"daemon {address}: DAEMON_LOST" in said
@@ -235,7 +239,7 @@ with Client.connect(sys.argv[1], session=False) as client:
 
 def test_a_slow_tier_says_so_and_how_much_each_finds() -> None:
     counters = {"cache.asked_blocks": 100, "cache.found.host": 50, "cache.found.disk": 25, "cache.found.nowhere": 25}
-    slow = "slow: the last 8 writes took 400 ms each, 120 ms would do"
+    slow = "slow: the last 8 writes took 400 ms a block, 120 ms would do"
     tiers = (
         TierStatus(tier="host", state="ready", total_bytes=1 << 30, used_bytes=1 << 29, blocks=7),
         TierStatus(tier="disk", state=slow, total_bytes=1 << 30, used_bytes=1 << 28, write_us=400_000),

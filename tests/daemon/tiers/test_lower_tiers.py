@@ -321,7 +321,7 @@ def test_a_slow_tier_says_so_until_it_is_fast_again_or_was_long_ago() -> None:
         assert health.state == "ready", "that is too few to tell"
         for _ in range(3):
             health.took("write", 0.4, 1 << 20)
-        assert health.state == "slow: the last 5 writes took 400 ms each, 121 ms would do"
+        assert health.state == "slow: the last 5 writes took 400 ms a block, 121 ms would do"
         assert (health.mean_us("write"), health.mean_us("read")) == (400_000, 0)
         health.failed("failing: EIO", "look")
         assert health.state == "failing: EIO", "what fails is worse than what is slow"
@@ -368,10 +368,34 @@ async def test_a_slow_disk_is_not_merely_ready(tiers: Harness, engine: Engine, m
     for number in range(1, 5):
         await written(tiers, number)
     [disk] = tiers.lower.status()
-    assert disk.state.startswith("slow: the last 4 writes took 400 ms each")
+    assert disk.state.startswith("slow: the last 4 writes took 400 ms a block")
     assert disk.write_us == 400_000
     assert tiers.counters.times()["tiers.disk.write"].values == 4
     assert engine.lookup(names(1)).blocks == 1, "it is used all the same"
+
+
+def syncs(tiers: Harness) -> int:
+    seen = tiers.counters.times().get("tiers.disk.sync")
+    return seen.values if seen else 0
+
+
+async def test_a_disk_that_is_slow_when_the_kernel_writes_is_found_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write goes to the kernel's memory, so that it is quick on any disk."""
+    monkeypatch.setattr("kvferry.daemon.tiers.disk_tier.SYNC_EVERY_S", 0.001)
+    async with harness(8, disk=folder) as tiers:
+
+        def sync(_fd: int) -> None:
+            tiers.now_s += 0.4
+
+        monkeypatch.setattr(os, "fdatasync", sync)
+        for number in range(1, FEW + 1):
+            await written(tiers, number)
+            await until(lambda: syncs(tiers) >= number)  # noqa: B023
+        [disk] = tiers.lower.status()
+    assert disk.state.startswith(f"slow: the last {FEW} syncs took 400 ms a block")
+    assert disk.write_us == 0, "by the test's clock"
 
 
 # -- a store

@@ -240,11 +240,15 @@ def test_its_devices() -> None:
 def test_a_tier_that_is_slow_is_not_well() -> None:
     tiers = tuple(
         TierStatus(tier=tier, state=state, total_bytes=1, used_bytes=0)
-        for tier, state in (("host", "ready"), ("disk", "slow: the last 8 writes took 400 ms each"), ("remote", "off"))
+        for tier, state in (
+            ("host", "ready"),
+            ("disk", "slow: the last 8 writes took 400 ms a block"),
+            ("remote", "off"),
+        )
     )
     [(name, finding)] = check_tiers(that_says(tiers=tiers)).items()
     assert (name, finding.state) == ("tier disk", "warning")
-    assert finding.found == "the daemon says: slow: the last 8 writes took 400 ms each"
+    assert finding.found == "the daemon says: slow: the last 8 writes took 400 ms a block"
 
 
 def test_a_keeper_that_is_lost_is_worth_a_restart() -> None:
