@@ -56,6 +56,8 @@ def _ascend(found: dict[str, list[str]]) -> dict[str, list[str]]:
     return found
 
 
+HICACHE: Final = "test_hicache_servers.py"
+FOUND: Final = f"{HICACHE}::test_found_after_a_flush"
 LONG_RUN: Final = "test_long_runs.py::test_tokens_stay_those_of_a_plain_server"
 PAIR: Final = "test_pair.py::test_tokens_are_those_of_a_plain_server"
 AXES: Final[Mapping[str, Mapping[str, list[str] | str]]] = {
@@ -72,7 +74,15 @@ AXES: Final[Mapping[str, Mapping[str, list[str] | str]]] = {
     "chunks of a prompt": {"one, and several": [PAIR], "layer by layer, from an NPU": [THREE_HUNDRED]},
     "prefix in a cache": {
         "of prefill": ["test_pair.py::test_decode_computes_with_the_pages_that_prefill_has_in_the_daemon"],
-        "of decode, too": ["test_configurations.py::test_prefixes_kept_by_decode"],
+        "of decode, too": ["test_configurations.py::test_prefixes_kept_by_decode[mha]"],
+        "the same beside windows": ["test_configurations.py::test_prefixes_kept_by_decode[windows]"],
+        "the same beside states": ["test_configurations.py::test_prefixes_kept_by_decode[states]"],
+    },
+    "HiCache (one server)": {
+        "keys and values": [f"{FOUND}[layer-first]", f"{FOUND}[page-first-of-the-engine]"],
+        "latents": [f"{FOUND}[latents-page-first-direct]"],
+        "windows": [f"{HICACHE}::test_windows_are_found_after_a_flush_and_full_attention_alone_is_not"],
+        "states": [f"{HICACHE}::test_states_are_found_where_a_request_has_ended_and_full_attention_alone_is_not"],
     },
     "retraction": {
         "into the host tier": [f"{LONG_RUN}[mha]"],

@@ -91,14 +91,26 @@ def test_two_daemons_on_two_hosts(expected: Expected, tmp_path: Path, require: C
                 assert soon(lambda: not client.status().pools + other.status().pools), "pools end with their servers"
 
 
-def test_prefixes_kept_by_decode(expected: Expected, kept_daemon: Daemon, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "page_size"), [(SMOLLM2, 16), (TINY_WINDOWS, 16), (TINY_DELTA, 1)], ids=["mha", "windows", "states"]
+)
+def test_prefixes_kept_by_decode(
+    model: str,
+    page_size: int,
+    answers: Callable[[str], Expected],
+    kept_daemon: Daemon,
+    watch: RoomWatch,
+    tmp_path: Path,
+) -> None:
     """Where decode has all whole pages of a prompt, there is no page to transfer, only the first token.
 
-    Checksums, if asked for, are of what is transferred.
+    Beside it the last window or the state. SGLang keeps states with pages of one token alone. Checksums, if asked for,
+    are of what is transferred.
     """
-    options = ["--page-size", "16", "--disaggregation-enable-kv-checksum"]
+    expected = answers(model)
+    options = ["--page-size", str(page_size), "--max-running-requests", "8", "--disaggregation-enable-kv-checksum"]
     radix = ("--disaggregation-decode-enable-radix-cache",)
-    with running_pair(tmp_path, kept_daemon.runtime_dir, options=options, decode_options=radix) as pair:
+    with running_pair(tmp_path, kept_daemon.runtime_dir, model=model, options=options, decode_options=radix) as pair:
         assert_tokens(pair, expected)
         for length in (64, 129, 333):
             assert [pair.generate(prompt(length)).tokens for _ in range(2)] == [expected.tokens(length)] * 2
@@ -111,6 +123,23 @@ def test_prefixes_kept_by_decode(expected: Expected, kept_daemon: Daemon, tmp_pa
             got = [row[0] for row in reply.body["meta_info"]["output_token_logprobs"]]
             assert got == pytest.approx(expected.answers[Prompt(length)][1], abs=1e-3)
             assert len(got) == NEW_TOKENS
+        ids = [*prompt(600), *prompt(200, seed=3)]  # SGLang takes no prefix that ends in the last window
+        tokens, moved = zip(*(after(pair, watch, before, ids) for before in ([], ids[:600])), strict=True)
+        assert tokens[0] == tokens[1]
+        with Client.connect(kept_daemon.runtime_dir) as client:
+            entries = client.attach_pool("decode").manifest.entries
+        a_page = sum(one.page_bytes for one in entries if one.component == "main")
+        assert moved[0] - moved[1] == 600 // page_size * a_page
+
+
+def after(pair: Pair, watch: RoomWatch, before: list[int], ids: list[int]) -> tuple[list[int], int]:
+    """Return the tokens after a prompt before which decode has had only this, and how many bytes of it have moved."""
+    pair.decode.flush()
+    if before:
+        pair.generate(before, new=1)
+    since = watch.moved_bytes()
+    tokens = pair.generate(ids).tokens
+    return tokens, watch.moved_bytes() - since
 
 
 # -- decode with too few tokens for its requests retracts some: their pages go to the host tier, and come back
