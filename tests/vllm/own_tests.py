@@ -56,7 +56,10 @@ REASONS: Final = {
     r"No module named 'ray'": "ray is not here",
     r"fixture 'caplog_vllm' not found": "a fixture of all of vLLM's tests",
     r"KeyError: 'remote_block_ids'": "looks for NIXL's own parameters",
-    r"\[kv_cache_groups\]": "several KV cache groups, refused by name",
+    r"a draft model beside several KV cache groups": "a draft model beside several groups, refused by name",
+    r"groups with blocks of \[": "groups whose blocks have unlike sizes, refused by name",
+    r"a KV cache whose num_speculative_blocks": "states with blocks for drafts, refused by name",
+    r"states with vLLM's prefix cache": "states with vLLM's prefix cache, refused by name",
 }
 """Why a test cannot pass here, by what it says; anything else is a finding."""
 UNKNOWN: Final = "**not known**: "

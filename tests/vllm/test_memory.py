@@ -371,6 +371,13 @@ def test_what_is_not_carried_is_refused_by_name(kind: Any, more: dict[str, Any],
         spec_of(vllm_config(**more), told, ONE_RANK, staged=True)
 
 
+def test_a_draft_model_beside_several_groups_is_refused_by_name() -> None:
+    several = grouped((MHA, names()[:6]), (window(), names()[6:]))
+    assert spec_of(vllm_config(), several, ONE_RANK, staged=True)
+    with pytest.raises(InvalidFieldError, match="a draft model beside several KV cache groups"):
+        spec_of(vllm_config(drafts=1), several, ONE_RANK, staged=True)
+
+
 def test_memory_of_a_device_is_staged() -> None:
     told = kv_cache_config()
     assert choose(vllm_config(), told, configuration("auto"), ONE_RANK)[0] == "staged"
