@@ -70,6 +70,9 @@ AXES: Final[Mapping[str, Mapping[str, list[str] | str]]] = {
     "draft": {"none": [PAIR], **{f"at {name}": [f"{DRAFTS}[{name}]"] for name in SIDES_THAT_DRAFT}},
     "ranks (TP)": {"1 to 1": [PAIR], **_configured(_ranks), **_between("TP")},
     "stages (PP)": {"1 to 1": [PAIR], **_between("PP")},
+    "data-parallel attention": {
+        "2 groups to 2": ["test_data_parallel_servers.py::test_tokens_are_those_of_a_plain_server"]
+    },
     "tokens of a page": _configured(lambda name: str(CONFIGURATIONS[name].page_size)),
     "chunks of a prompt": {"one, and several": [PAIR], "layer by layer, from an NPU": [THREE_HUNDRED]},
     "prefix in a cache": {
