@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvferry.clients.cli.console import BAD_INPUT, WORKED, shown, table
 from kvferry.pools.host.placement import offer
@@ -50,14 +50,20 @@ def config(options: argparse.Namespace) -> int:
     return BAD_INPUT if read.mistakes else WORKED
 
 
-def _show(read: ReadConfig, *, as_json: bool) -> None:
+def found_values(read: ReadConfig) -> dict[str, Any]:
+    """Return, as JSON has them, the ``values``, each with its ``source``, and the ``mistakes``."""
     found, sources = values.values_of(read.config), dict(read.sources)
     if found["runtime_dir"] is None:
         found["runtime_dir"] = runtime_dirs(os.environ)[0]
         sources["runtime_dir"] = next((f"${name}" for name in OF_DIRECTORY if os.environ.get(name)), DEFAULT)
+    said = {key: {"value": value, "source": sources.get(key, DEFAULT)} for key, value in found.items()}
+    return {"values": said, "mistakes": [shown(one) for one in read.mistakes]}
+
+
+def _show(read: ReadConfig, *, as_json: bool) -> None:
+    found = found_values(read)
     if as_json:
-        said = {key: {"value": value, "source": sources.get(key, DEFAULT)} for key, value in found.items()}
-        print(json_line({"values": said, "mistakes": [shown(one) for one in read.mistakes]}))
+        print(json_line(found))
         return
-    rows = [(key, values.shown(key, value), sources.get(key, DEFAULT)) for key, value in found.items()]
+    rows = [(key, values.shown(key, one["value"]), one["source"]) for key, one in found["values"].items()]
     print("\n".join(map(printable, list(table("configuration", ("key", "value", "from"), rows))[1:])))

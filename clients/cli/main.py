@@ -52,6 +52,7 @@ PURPOSES: Final = {
     "verify": "check the daemon's books: pages, tiers and index against all that holds them",
     "plan": "print the copies of a transfer, without a daemon",
     "doctor": "check what this host has and lacks, with fixes",
+    "dump": "write one file for a bug report: what the daemon and the host say, without tensors, tokens and secrets",
     "systemd": "install the units of the daemon for this installation",
 }
 MODULES: Final = {
@@ -71,6 +72,7 @@ MODULES: Final = {
     "verify": "kvferry.clients.cli.verify",
     "plan": "kvferry.clients.cli.planning",
     "doctor": "kvferry.clients.cli.doctor.command",
+    "dump": "kvferry.clients.cli.dump",
     "systemd": "kvferry.clients.cli.units",
 }
 """The module of each command, with two functions: ``add_NAME`` declares its arguments, ``NAME`` runs it."""
