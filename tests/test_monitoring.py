@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 
 from kvferry.daemon.services.metric_catalogue import METRICS, Metric
-
-FOLDER: Final = Path(__file__).parents[1] / "monitoring"
-OF_TARGETS: Final = {"instance", "job"}
-"""Which Prometheus itself adds."""
+from tests.kit.monitoring import OF_TARGETS, SELECTOR, board, queries, rules
 
 OF_OTHERS: Final = {"up", "process_start_time_seconds", "process_cpu_seconds_total"}
-SELECTOR: Final = re.compile(r"\b((?:kvferry|process)_\w+|up)\b(?:\{([^}]*)\})?")
-
-
-def board() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((FOLDER / "grafana.json").read_text())
-    return found
-
-
-def rules() -> list[dict[str, Any]]:
-    yaml: Any = importlib.import_module("yaml")  # without types
-    read = yaml.safe_load((FOLDER / "kvferry.rules.yml").read_text())
-    return [rule for group in read["groups"] for rule in group["rules"]]
-
-
-def queries() -> dict[str, str]:
-    """Return each query by the name of its alert, or of its panel and target."""
-    of_board = {f"{one['title']} {t['refId']}": t["expr"] for one in board()["panels"] for t in one["targets"]}
-    return of_board | {rule["alert"]: rule["expr"] for rule in rules()}
 
 
 def metric_of(name: str) -> Metric | None:
