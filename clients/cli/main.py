@@ -53,6 +53,7 @@ PURPOSES: Final = {
     "plan": "print the copies of a transfer, without a daemon",
     "doctor": "check what this host has and lacks, with fixes",
     "dump": "write one file for a bug report: what the daemon and the host say, without tensors, tokens and secrets",
+    "completion": "print the script by which bash or zsh completes this command",
     "systemd": "install the units of the daemon for this installation",
 }
 MODULES: Final = {
@@ -73,6 +74,7 @@ MODULES: Final = {
     "plan": "kvferry.clients.cli.planning",
     "doctor": "kvferry.clients.cli.doctor.command",
     "dump": "kvferry.clients.cli.dump",
+    "completion": "kvferry.clients.cli.completion",
     "systemd": "kvferry.clients.cli.units",
 }
 """The module of each command, with two functions: ``add_NAME`` declares its arguments, ``NAME`` runs it."""

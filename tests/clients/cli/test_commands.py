@@ -175,9 +175,9 @@ def test_a_quick_command_loads_little(daemon: Daemon, case: str) -> None:
 
 def test_every_command_can_be_loaded_and_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(PURPOSES) == {DAEMON, KEEPER, *MODULES}
-    listed = run_kvferry("--help").stdout
+    listed = run_kvferry("--help").stdout.splitlines()
+    assert [line.split()[0] for line in listed if line.startswith("    ") and line[4] != " "] == list(PURPOSES)
     for name in MODULES:
-        assert f" {name} " in listed
         with pytest.raises(SystemExit, match="0"):
             main([name, "--help"])
         assert capsys.readouterr().out.startswith(f"usage: kvferry {name} ")
