@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from kvferry.clients import Client
 from kvferry.clients.sglang import bootstrap, transfer
 from tests.kit.daemons import Daemon, soon
-from tests.kit.folders import TINY_MHA
+from tests.kit.folders import TINY_GQA, TINY_MHA
 from tests.kit.servers import AT_ONCE, LENGTHS, SIDES, Side, free_ports
 from tests.sglang.in_process import LAST, PAGE, buffers_of, current_pool, manager, polled, reason, told, with_draft
 from tests.sglang.servers import RANKS, Expected, assert_pages_count, assert_tokens, running_pair
@@ -408,17 +408,19 @@ def test_requests_of_data_parallel_ranks_do_not_cross(
 
 
 class Servers(NamedTuple):
-    """What each side is told, how many pools it then has, and which of prefill's is wiped."""
+    """What each side is told, how many pools it then has, which of prefill's is wiped, and the model."""
 
     prefill: Sequence[str]
     decode: Sequence[str]
     pools: tuple[int, int]
     wiped: str
+    model: str = TINY_MHA
 
 
 PAIRS: Final = {
     "TP 2 to 1": Servers(("--tp", "2"), (), (2, 1), "prefill-tp0"),
     "TP 1 to 2": Servers((), ("--tp", "2"), (1, 2), "prefill"),
+    "TP 4 to 2": Servers(("--tp", "4"), ("--tp", "2"), (4, 2), "prefill-tp0", TINY_GQA),
     "PP 2 to 1": Servers(("--pp-size", "2"), (), (2, 1), "prefill-pp1"),
     "PP 1 to 2": Servers((), ("--pp-size", "2"), (1, 2), "prefill"),
 }
@@ -429,11 +431,12 @@ PAIRS: Final = {
 def test_tokens_are_those_of_a_plain_server(
     pair: str, answers: Callable[[str], Expected], kept_daemon: Daemon, tmp_path: Path
 ) -> None:
-    expected, one = answers(TINY_MHA), PAIRS[pair]
+    one = PAIRS[pair]
+    expected = answers(one.model)
     with running_pair(
         tmp_path,
         kept_daemon.runtime_dir,
-        model=TINY_MHA,
+        model=one.model,
         options=["--page-size", "16"],
         prefill_options=one.prefill,
         decode_options=one.decode,
