@@ -23,8 +23,15 @@ from kvferry.clients.shared_memory import InheritedMemory
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.layouts.parts import DRAFT
-from kvferry.pools.planning.arrays import EngineLists, PointerList, array_of, engine_lists, placed_at
-from kvferry.pools.planning.manifest import bytes_per_page, spaces_of
+from kvferry.pools.planning.arrays import (
+    EngineLists,
+    PointerList,
+    array_of,
+    arrays_of,
+    engine_lists,
+    placed_at,
+)
+from kvferry.pools.planning.manifest import bytes_per_page, each_array, spaces_of
 from kvferry.protocol.base import DeviceEvent
 from kvferry.protocol.errors import (
     ClientClosedError,
@@ -287,10 +294,11 @@ class EnginePool:
         if self.device == HOST:
             assert self._shared is not None
             whole = self._shared.view()
-            for key in dict.fromkeys((one.component, one.role) for one in self._manifest.entries):
-                array = array_of(self._manifest, *key)
+            entries = each_array(self._manifest.entries)  # several groups may lie in the same bytes
+            keys = list(dict.fromkeys((one.component, one.role, None) for one in entries))
+            for (component, role, _), array in zip(keys, arrays_of(self._manifest, keys), strict=True):
                 part = whole[array.start : array.start + array.size_bytes]
-                tensors[key] = part.view(array_dtype(array.dtype)).reshape(array.shape)
+                tensors[component, role] = part.view(array_dtype(array.dtype)).reshape(array.shape)
         client.register_pool(
             self.name,
             self.spec,

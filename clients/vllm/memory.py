@@ -443,7 +443,7 @@ class RankMemory:
     def _staged(self, blocks: Iterable[Blocks]) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         for one in blocks if self._layers else ():
             for layer, copy in self._layers[one.group]:
-                yield layer, copy, torch.tensor(one.ids)
+                yield layer, copy, torch.tensor(one.ids, dtype=torch.int64)
 
 
 def _formed(copy: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:

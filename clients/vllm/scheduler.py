@@ -254,7 +254,7 @@ class Scheduler:
         known.is_receiving = True
         blocks = self._blocks(known, known.local, known.local + external_tokens, is_last=True)
         if handoff is not None:
-            self._receive(known, handoff, blocks)
+            self._receive(known, handoff, self._of_each_group(blocks, known.local + external_tokens))
             return
         assert known.lookups is not None
         leases = tuple(one.lease for one in known.lookups.found)
@@ -279,10 +279,18 @@ class Scheduler:
         for number, group in enumerate(self._groups):
             first = max(before // group.block_size, group.first(end or tokens))
             stop = group.stop(tokens) if is_last else tokens // group.block_size
+            if end and is_last:  # at the end of a chunk none is needed; what is sent has some of each group
+                first = min(first, stop - 1)
             if first < stop:
                 size = min(tokens, stop * group.block_size) - first * group.block_size
                 found.append(Blocks(known.blocks[number][first:stop], first, number, size))
         return tuple(found)
+
+    def _of_each_group(self, blocks: tuple[Blocks, ...], tokens: int) -> tuple[Blocks, ...]:
+        """Return the blocks, and an empty list for each group that needs none: the daemon wants one of each."""
+        given = {one.group for one in blocks}
+        unneeded = ((number, group) for number, group in enumerate(self._groups) if number not in given)
+        return (*blocks, *(Blocks([], group.stop(tokens), number) for number, group in unneeded))
 
     # -- a step
 

@@ -502,7 +502,7 @@ class Worker:
     def _pages(self, blocks: Blocks) -> Pages:
         group = self._groups[blocks.group]
         tokens = blocks.tokens if self._memory.pool.page_size == group.block_size else None  # else they are bytes
-        return pages(np.array(blocks.ids), first_page=blocks.first, tokens=tokens, component=group.component)
+        return pages(np.array(blocks.ids, np.int64), first_page=blocks.first, tokens=tokens, component=group.component)
 
     def _poll(self) -> None:
         try:

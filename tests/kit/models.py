@@ -4,7 +4,8 @@
 ranks. ``tiny-mla`` is a MiniCPM3: of SGLang's MLA models it alone always attends to the latent rows. DeepSeek's first
 expands them for a prompt with no cached prefix, and on a CPU no attention backend of SGLang has both.
 ``tiny-deepseek`` is a DeepSeek V3 without experts: of vLLM's MLA models on a CPU, those of its rows alone.
-``tiny-gemma``, ``tiny-oss`` and ``tiny-granite`` are a Gemma 3, a gpt-oss and a Granite 4, of several KV cache groups.
+``tiny-gemma``, ``tiny-oss`` and ``tiny-granite`` are a Gemma 3, a gpt-oss and a Granite 4, of several KV cache groups,
+``tiny-chunks`` and ``tiny-shared`` a Llama 4 and a Gemma 3n.
 ``tiny-windows`` is a Spark 2.5, whose windows SGLang keeps in a pool of their own, and ``tiny-sinks`` a MiMo-V2-Flash,
 for SGLang's graphs on an NPU; ``tiny-conv`` is an LFM2 and ``tiny-delta`` a Qwen3-Next.
 """
@@ -23,10 +24,12 @@ from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     GptOssConfig,
     GraniteMoeHybridConfig,
     Lfm2Config,
+    Llama4TextConfig,
     LlamaConfig,
     MiniCPM3Config,
     Qwen3NextConfig,
@@ -36,6 +39,7 @@ from examples.demo.model import converted_model
 from tests.kit.folders import (
     SMOLLM2,
     TINY_ASCEND,
+    TINY_CHUNKS,
     TINY_CONV,
     TINY_DEEPSEEK,
     TINY_DELTA,
@@ -45,6 +49,7 @@ from tests.kit.folders import (
     TINY_MHA,
     TINY_MLA,
     TINY_OSS,
+    TINY_SHARED,
     TINY_SINKS,
     TINY_WINDOWS,
     WINDOW,
@@ -125,6 +130,7 @@ def main() -> None:
     made = {TINY_MHA: mha, TINY_GQA: gqa, TINY_MLA: mla, TINY_DEEPSEEK: deepseek, TINY_ASCEND: ascend}
     made |= {TINY_CONV: conv, TINY_DELTA: delta}
     made |= {TINY_GEMMA: gemma(), TINY_OSS: gpt_oss(), TINY_GRANITE: granite()}
+    made |= {TINY_CHUNKS: llama4(), TINY_SHARED: gemma3n()}
     deepseek.moe_layer_freq, delta.full_attention_interval = 1, 4  # SGLang reads them
     for name, config in made.items():
         save_random(config, folder / name)
@@ -148,6 +154,25 @@ def gpt_oss() -> GptOssConfig:
     experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
     types = ["sliding_attention", "full_attention"] * 2
     return GptOssConfig(**{**sizes, **experts}, head_dim=32, sliding_window=WINDOW, layer_types=types)
+
+
+def llama4() -> Llama4TextConfig:
+    """Return a Llama 4 without experts: two groups, of chunks and of full attention."""
+    sizes: dict[str, Any] = {**COMMON, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    dense: dict[str, Any] = {"intermediate_size_mlp": 256, "moe_layers": [], "interleave_moe_layer_step": 0}
+    return Llama4TextConfig(
+        **sizes, **dense, head_dim=32, num_local_experts=1, attention_chunk_size=WINDOW, no_rope_layers=[1, 0] * 2
+    )
+
+
+def gemma3n() -> Gemma3nTextConfig:
+    """Return a Gemma 3n: three groups, two of them of windows, of the first three of its six layers."""
+    sizes: dict[str, Any] = {**COMMON, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
+    more: dict[str, Any] = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": COMMON["vocab_size"]}
+    more |= {"altup_num_inputs": 2, "laurel_rank": 16, "num_kv_shared_layers": 3, "tie_word_embeddings": True}
+    more |= {"initializer_range": 0.02}  # of tied embeddings larger ones alone would decide which token follows
+    types = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    return Gemma3nTextConfig(**{**sizes, **more}, head_dim=32, sliding_window=WINDOW, layer_types=types)
 
 
 def granite() -> GraniteMoeHybridConfig:

@@ -35,12 +35,14 @@ from tests.kit.daemons import Daemon, soon
 from tests.kit.folders import (
     MODELS,
     SMOLLM2,
+    TINY_CHUNKS,
     TINY_DEEPSEEK,
     TINY_DELTA,
     TINY_GEMMA,
     TINY_GRANITE,
     TINY_MHA,
     TINY_OSS,
+    TINY_SHARED,
 )
 from tests.vllm.servers import BLOCK, REMOTE_DECODE
 
@@ -52,6 +54,8 @@ CHUNK: Final = 3 * BLOCK
 """Tokens of a step of prefill in a pair; of SmolLM2 as many bytes as go layer by layer, of the tiny models fewer."""
 HOST_TIER: Final = "[tiers]\nhost_bytes = 1073741824\n"
 """A daemon's configuration."""
+OTHER_HOST_TIER: Final = HOST_TIER.replace("1073741824", "536870912")
+"""That of one that comes back with an empty tier: of another size it cannot go on with the one before."""
 NEVER: Final = {"hold_s": 3000.0, "receive_s": 3000.0}
 """No deadline passes in a test."""
 
@@ -81,8 +85,7 @@ OPTIONS: Final[Mapping[str, Any]] = {
 
 OF_MODEL: Final[Mapping[str | Path, Mapping[str, Any]]] = {
     TINY_DEEPSEEK: {"attention_config": {"backend": "CPU_MLA"}, "block_size": 16},
-    TINY_GEMMA: {"num_gpu_blocks_override": 2 * BLOCKS},
-    TINY_OSS: {"num_gpu_blocks_override": 2 * BLOCKS},
+    **{one: {"num_gpu_blocks_override": 2 * BLOCKS} for one in (TINY_GEMMA, TINY_OSS, TINY_CHUNKS, TINY_SHARED)},
     TINY_GRANITE: {"enable_prefix_caching": False},
     TINY_DELTA: {"enable_prefix_caching": False, "dtype": "bfloat16"},
 }

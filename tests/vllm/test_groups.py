@@ -1,4 +1,4 @@
-"""Models of several KV cache groups: windows beside full attention, from prefill to decode and in the cache.
+"""Models of several KV cache groups: windows or chunks beside full attention, from prefill to decode and in the cache.
 
 Each group has a block table of its own, and needs another part of a prompt: what has come of it is counted, and what is
 wiped of any group changes the tokens.
@@ -32,11 +32,12 @@ from vllm.v1.kv_cache_interface import (
 from kvferry.clients.vllm.groups import groups_of
 from tests import kit
 from tests.kit.daemons import Daemon, soon
-from tests.kit.folders import TINY_GEMMA, TINY_OSS, WINDOW
+from tests.kit.folders import TINY_CHUNKS, TINY_GEMMA, TINY_OSS, TINY_SHARED, WINDOW
 from tests.vllm.in_process import (
     CHUNK,
     HOST_TIER,
     NEVER,
+    OTHER_HOST_TIER,
     Answer,
     Asked,
     Engine,
@@ -63,11 +64,11 @@ from tests.vllm.servers import BLOCK, REMOTE_DECODE
 
 LENGTHS: Final = (2, BLOCK, BLOCK + 1, WINDOW, WINDOW + 1, WINDOW + BLOCK, WINDOW + BLOCK + 1, 300)
 PROMPTS: Final = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
-GROUPS: Final = {TINY_GEMMA: 3, TINY_OSS: 2}
+GROUPS: Final = {TINY_GEMMA: 3, TINY_OSS: 2, TINY_CHUNKS: 2, TINY_SHARED: 3}
 LONG: Final = WINDOW + 4 * BLOCK + 3
 """Tokens of a prompt whose first blocks no window needs at its end."""
-BLOCKS: Final = 40
-"""Of an engine that gives blocks that a window has left to the next request."""
+BLOCKS: Final = {TINY_GEMMA: 40, TINY_OSS: 40, TINY_CHUNKS: 28, TINY_SHARED: 40}
+"""Of an engine that gives blocks that a window has left to the next request, and preempts."""
 
 
 FORM: Final[dict[str, Any]] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
@@ -97,9 +98,12 @@ def test_a_group_needs_what_vllm_keeps(spec: Any, manager: Any) -> None:  # noqa
             assert tokens // BLOCK - group.first(tokens) <= last <= WINDOW // BLOCK + 2
 
 
-@pytest.fixture(scope="module", params=[TINY_GEMMA, pytest.param(TINY_OSS, marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module",
+    params=[TINY_GEMMA, *(pytest.param(one, marks=pytest.mark.long) for one in (TINY_OSS, TINY_CHUNKS, TINY_SHARED))],
+)
 def model(request: pytest.FixtureRequest) -> str:
-    """Return a model with windows."""
+    """Return a model with windows, or chunks."""
     return str(request.param)
 
 
@@ -152,9 +156,15 @@ def test_only_what_decode_lacks_and_windows_reach_travels(pair: Pair, plain: Pla
         before = pair.counted("transfers.moved_bytes")
         assert pair.handed_on(each) == plain.tokens(each, model=model)
         moved.append(pair.counted("transfers.moved_bytes") - before)
-    blocks, windows = -(-(LONG - 1) // BLOCK), -(-(WINDOW + 2) // BLOCK)
-    page = moved[0] / (blocks + (GROUPS[model] - 1) * windows)
-    assert page == moved[1] / (3 + 1 + (GROUPS[model] - 1) * min(windows, 4))
+    blocks, others = -(-(LONG - 1) // BLOCK), GROUPS[model] - 1
+    page = moved[0] / (blocks + others * reached(model, LONG - 1))
+    assert page == moved[1] / (3 + 1 + others * reached(model, LONG - 1 + 3 * BLOCK))
+
+
+def reached(model: str, tokens: int) -> int:
+    """Return how many blocks of a window, or a chunk, the token after so many needs."""
+    first = tokens // WINDOW * WINDOW if model == TINY_CHUNKS else tokens - WINDOW + 1
+    return -(-tokens // BLOCK) - first // BLOCK
 
 
 def test_zeroed_blocks_change_the_tokens(pair: Pair, plain: Plain, model: str) -> None:
@@ -245,7 +255,11 @@ def test_memory_of_the_engine(
 @pytest.fixture(scope="module")
 def one(model: str, kept_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """Return an engine with a prefix cache and few blocks."""
-    more: dict[str, Any] = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 512, "max_num_batched_tokens": CHUNK}
+    more: dict[str, Any] = {
+        "num_gpu_blocks_override": BLOCKS[model],
+        "max_model_len": 512,
+        "max_num_batched_tokens": CHUNK,
+    }
     more |= {"disable_log_stats": False}
     with engine(tmp_path_factory.mktemp("one"), settings(kept_daemon, "one"), model=model, **more) as made:
         yield made
@@ -339,6 +353,7 @@ def test_disk_tier(tmp_path: Path, plain: Plain, model: str) -> None:
         assert len({block.group for block in cached_blocks(daemon)}) == GROUPS[model]
         only.log()
         daemon.end(signal.SIGTERM)
+        daemon.configure(config.replace(HOST_TIER, OTHER_HOST_TIER))
         daemon.start()
         wait_until_back(only)
         assert all("host" not in block.tiers for block in cached_blocks(daemon))

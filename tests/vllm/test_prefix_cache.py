@@ -24,6 +24,7 @@ from tests.vllm.in_process import (
     BLOCKS,
     HOST_TIER,
     NOTHING,
+    OTHER_HOST_TIER,
     PROMPTS,
     Answer,
     Engine,
@@ -387,6 +388,7 @@ def test_disk_tier(tmp_path: Path, plain: Plain, *, is_damaged: bool) -> None:
         daemon.end(signal.SIGTERM)
         if is_damaged:
             damage(disk)
+        daemon.configure(config.replace(HOST_TIER, OTHER_HOST_TIER))
         daemon.start()
         wait_until_back(one)
         assert all("host" not in block.tiers for block in cached_blocks(daemon))

@@ -11,7 +11,7 @@ import pytest
 from kvferry.clients import Client
 from tests import kit
 from tests.kit.daemons import Daemon, soon
-from tests.kit.folders import TINY_GQA, TINY_MHA
+from tests.kit.folders import TINY_GEMMA, TINY_GQA, TINY_MHA
 from tests.vllm.in_process import (
     CHUNK,
     HOST_TIER,
@@ -130,6 +130,41 @@ def test_block_sizes_that_differ(plain: Plain, tmp_path: Path, prefill: int, dec
         with pair.counts("transfers.receive.ok", 1):
             (answer,) = pair.decode.ask(Asked(WIPED[0], params=params))
         assert [answer.tokens] != plain.tokens(WIPED[0], model=TINY_GQA)
+        pair.assert_nothing_left()
+
+
+def test_block_sizes_that_differ_beside_windows(plain: Plain, tmp_path: Path) -> None:
+    """From larger blocks: those of a window's beginning have what decode's smaller ones have, and more."""
+    sides: dict[str, Any] = {"prefill_options": {"block_size": 2 * BLOCK}, "decode_options": {"block_size": BLOCK}}
+    prompts = [prompt(length, seed=length) for length in range(300, 300 + 4 * BLOCK, BLOCK // 2)]
+    with (
+        kit.daemon(HOST_TIER) as daemon,
+        running_pair(tmp_path, daemon.runtime_dir, model=TINY_GEMMA, prefill=NEVER, decode=NEVER, **sides) as pair,
+    ):
+        assert pair.handed_on(*prompts) == plain.tokens(*prompts, model=TINY_GEMMA)
+        (params,) = pair.prefilled(WIPED[0])
+        wipe(pair.client, params["remote_pool"], 1, (0,))
+        (answer,) = pair.decode.ask(Asked(WIPED[0], params=params))
+        assert [answer.tokens] != plain.tokens(WIPED[0], model=TINY_GEMMA)
+        pair.assert_nothing_left()
+
+
+def test_a_window_that_begins_inside_of_decodes_larger_block_is_computed_again(plain: Plain, tmp_path: Path) -> None:
+    sides: dict[str, Any] = {"prefill_options": {"block_size": BLOCK}, "decode_options": {"block_size": 2 * BLOCK}}
+    with (
+        kit.daemon(HOST_TIER) as daemon,
+        running_pair(tmp_path, daemon.runtime_dir, model=TINY_GEMMA, prefill=NEVER, decode=NEVER, **sides) as pair,
+    ):
+        arrived, lines = pair.counted("transfers.receive.ok"), []
+        lengths = range(300, 300 + 4 * BLOCK, BLOCK // 2)
+        for length in lengths:
+            one = prompt(length, seed=length)
+            (params,) = pair.prefilled(one)
+            (answer,) = pair.decode.ask(Asked(one, params=params))
+            assert [answer.tokens] == plain.tokens(one, model=TINY_GEMMA)
+            lines += pair.decode.log()
+        assert 0 < pair.counted("transfers.receive.ok") - arrived < len(lengths)
+        assert any("receive failed" in line and "has no sender" in line for line in lines)
         pair.assert_nothing_left()
 
 
