@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,6 +75,10 @@ def read_config(path: Path | None, offer: HostOffer, environ: Mapping[str, str] 
     return ReadConfig(config, mistakes, in_table)
 
 
+_OF_A_SERVICE: Final = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?$")
+"""Kubernetes gives each container such variables of the services beside it, and one may be called kvferry-metrics."""
+
+
 class _Given(NamedTuple):
     """Where values come from."""
 
@@ -120,7 +125,7 @@ def _unknown_variables(environ: Mapping[str, str]) -> list[ConfigError]:
     sections = tuple({f"{PREFIX}{key.partition('.')[0].upper()}_" for key in known.values() if "." in key})
     found = []
     for name in sorted(environ):
-        if name.startswith(sections) and name not in known:
+        if name.startswith(sections) and name not in known and not _OF_A_SERVICE.search(name):
             near = difflib.get_close_matches(name, known, 1)
             found.append(ConfigError(f"${name}: no such key{f'; did you mean {near[0]}?' if near else ''}", field=name))
     return found

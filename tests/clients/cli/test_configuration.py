@@ -95,6 +95,15 @@ def test_a_variable_gives_any_kind_of_key(key: str) -> None:
     assert values_of(load_config(None, OFFER, {variable_of(key): text}))[key] == value
 
 
+def test_variables_of_a_service_beside_the_daemon_are_no_keys() -> None:
+    """A Kubernetes service that is called kvferry-metrics gives them to each container."""
+    port = "KVFERRY_METRICS_PORT_9464_TCP"
+    names = "KVFERRY_METRICS_SERVICE_HOST", "KVFERRY_METRICS_SERVICE_PORT", "KVFERRY_METRICS_SERVICE_PORT_HTTP"
+    load_config(None, OFFER, dict.fromkeys((*names, "KVFERRY_METRICS_PORT", port, f"{port}_ADDR"), "10.0.0.3"))
+    with pytest.raises(ConfigError, match="KVFERRY_METRICS_HOST: no such key"):
+        load_config(None, OFFER, {"KVFERRY_METRICS_HOST": "10.0.0.3"})
+
+
 def test_no_two_keys_have_one_variable() -> None:
     every = [key for key, _ in keys_of()]
     assert len({variable_of(key) for key in every}) == len(every)
