@@ -14,9 +14,7 @@ import pytest
 from kvferry.clients import Client
 from kvferry.clients.vllm import configuration
 from kvferry.clients.vllm.configuration import check_carried, settings_of
-from kvferry.daemon.daemon import Tuning
 from kvferry.protocol.errors import InvalidFieldError
-from kvferry.protocol.limits import Limits
 from kvferry.protocol.tier_messages import CachedBlockStatus
 from tests import kit
 from tests.kit.daemons import Daemon, soon
@@ -199,18 +197,15 @@ class Refusing(NamedTuple):
     """How a daemon is started, what an engine over it is told, and what that counts then."""
 
     config: str = HOST_TIER
-    tuning: Tuning | None = None
     told: Mapping[str, Any] = MappingProxyType({})
     counts: tuple[str, ...] = ()
 
 
 REFUSING = {
-    "a tier for a few blocks": Refusing("[tiers]\nhost_bytes = 425984\n"),  # found blocks are evicted, stores refused
-    "no tier": Refusing("[tiers]\nhost_bytes = 0\n"),
-    "two operations at once": Refusing(
-        tuning=Tuning(limits=Limits(max_kept_session_request_bytes=20_100)),
-        counts=("store_failures", "store_seconds_count", "load_seconds_count"),
+    "a tier for a few blocks": Refusing(  # found blocks are evicted, stores refused
+        "[tiers]\nhost_bytes = 425984\n", counts=("store_failures", "store_seconds_count", "load_seconds_count")
     ),
+    "no tier": Refusing("[tiers]\nhost_bytes = 0\n"),
     "deadlines that nothing keeps": Refusing(told={"cache_s": 0.001}, counts=("store_failures",)),
 }
 
@@ -218,10 +213,10 @@ REFUSING = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", REFUSING)
 def test_tokens_are_right_whatever_is_refused(tmp_path: Path, plain: Plain, name: str) -> None:
-    config, tuning, told, counts = REFUSING[name]
+    config, told, counts = REFUSING[name]
     asked = [*PROMPTS, *(prompt_of(f"much {number}") for number in range(4))]
     with (
-        kit.daemon(config, keep=tuning is None, tuning=tuning) as daemon,
+        kit.daemon(config, keep=True) as daemon,
         engine(tmp_path, settings(daemon, **told), model=TINY_MHA, disable_log_stats=False) as one,
     ):
         for _ in range(3):

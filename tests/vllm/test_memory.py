@@ -570,13 +570,13 @@ def test_blocks_of_8_bits_are_for_their_like_alone(kept_daemon: Daemon, tmp_path
             stack.enter_context(engine(tmp_path, settings(kept_daemon, name), model=TINY_MHA, kv_cache_dtype=dtype))
             for name, dtype in (("one", "fp8"), ("other", "fp8_e4m3"), ("third", "fp8_e5m2"))
         )
-        (pool,) = (status for status in client.status().pools if status.pool == "one")
-        assert "float8_e4m3fn" in str(pool)
+        with closing(client.attach_pool("one")) as pool:
+            assert {entry.dtype for entry in pool.manifest.entries} == {"float8_e4m3fn"}
         asked = prompt_of("8 bits")
-        want, theirs = (each.ask_anew(asked, skips_cache=True).tokens for each in (one, third))
         (first,) = one.ask(asked)
         one.drain()
         answers = [each.ask_anew(asked) for each in (other, third)]
+        want, theirs = (each.ask_anew(asked, skips_cache=True).tokens for each in (one, third))
         assert [answer.tokens for answer in (first, *answers)] == [want, want, theirs]
         assert [answer.cached > 0 for answer in answers] == [True, False]
         tokens = prompt(300, seed=8)
