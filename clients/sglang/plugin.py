@@ -131,6 +131,7 @@ KNOWN: Final = (
         f"{_CONN}CommonKVSender.send", ("self", "kv_indices", "state_indices", "num_kv_tokens", "indices_event")
     ),
     Known(f"{_CONN}CommonKVSender._check_bootstrap_timeout", ("self",)),
+    Known(f"{_CONN}CommonKVSender.get_transfer_metric", ("self",)),
     Known(f"{_CONN}CommonKVSender._record_transfer_indices", ("self", "kv_indices", "state_indices")),
     Known(f"{_CONN}CommonKVReceiver.__init__", ("self", "mgr", "bootstrap_addr", "bootstrap_room")),
     Known(f"{_CONN}CommonKVReceiver.init", ("self", "prefill_dp_rank")),

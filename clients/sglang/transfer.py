@@ -491,6 +491,14 @@ class KvferryKVSender(_Half, CommonKVSender):
             self.kv_mgr.pool.engine.flush()  # the model computes the next chunk before anybody polls
         self._record_transfer_indices(kv_indices, None)
 
+    def get_transfer_metric(self) -> Any:  # noqa: ANN401  SGLang's KVTransferMetric
+        """Return the bytes that the daemon has moved, in seconds from the first copy on: for SGLang's own metrics."""
+        metric = super().get_transfer_metric()
+        ended = self._transfer.finished if self._transfer is not None else None
+        if ended is not None and ended.error is None:
+            metric.transfer_total_bytes, metric.transfer_latency_s = ended.moved_bytes, ended.moved_us / 1e6
+        return metric
+
     def _others(self) -> list[tuple[str, tuple[str, ...]]]:
         return [(self.kv_mgr.request_id(self.bootstrap_room), ())]
 

@@ -189,6 +189,9 @@ def test_pages_and_metadata_arrive(both: Halves) -> None:
     assert (both.tokens(TO) == 7).all()
     assert (both.rows[2] == both.rows[1]).all()
     assert (both.counts[2] == both.counts[1]).all()
+    metric = sender.get_transfer_metric()
+    assert metric.transfer_total_bytes == len(FROM) * sum(both.pool.lists.item_lens)
+    assert metric.transfer_latency_s > 0
     sender.clear()
     receiver.clear()
     assert both.transfers() == []
@@ -209,6 +212,8 @@ def test_prefix_at_decode_is_not_written(both: Halves, prefix: int) -> None:
     assert (both.tokens(TO[:prefix]) == 1).all()
     assert (both.tokens(TO[prefix:]) == 7).all()
     assert (both.rows[2] == 5).all()
+    moved = sender.get_transfer_metric().transfer_total_bytes
+    assert moved == len(FROM[prefix:]) * sum(both.pool.lists.item_lens)
 
 
 def copy_wrongly(blocks: Blocks) -> None:
