@@ -16,13 +16,17 @@ import pytest
 
 from tests.kit.installs import LAYERS, ROOT, build_sdist, build_wheel, copy_checkout, new_environment, run
 
-DATA_FILES: Final = (
-    "monitoring/grafana.json", "monitoring/kvferry.rules.yml",
-    *(f"systemd/{name}" for name in (
-        "254.conf", "hosts.conf", "kvferry-failed@.target", "kvferry-keeper@.service", "kvferry.toml",
-        "kvferry@.service", "kvferry@.socket", "npu.conf", "sysusers.d/kvferry.conf", "tmpfiles.d/kvferry.conf",
-    )),
+UNITS: Final = (
+    "254.conf", "hosts.conf", "kvferry-failed@.target", "kvferry-keeper@.service", "kvferry.toml", "kvferry@.service",
+    "kvferry@.socket", "npu.conf", "sysusers.d/kvferry.conf", "tmpfiles.d/kvferry.conf",
 )  # fmt: skip
+DATA_FILES: Final = {
+    "kvferry/monitoring/grafana.json": "monitoring/grafana.json",
+    "kvferry/monitoring/kvferry.rules.yml": "monitoring/kvferry.rules.yml",
+    **{f"kvferry/systemd/{name}": f"systemd/{name}" for name in UNITS},
+    "man/man1/kvferry.1": "docs/kvferry.1",
+}
+"""Where each file is in ``share``, and in the repository."""
 
 IMPORT_ALL: Final = """
 import importlib, json, sys
@@ -162,11 +166,10 @@ def test_wheel_holds_the_package_and_the_unit_files_only(wheel: Path, environmen
     expected = {f"kvferry/{path}" for path in source_files()}
     expected |= {f"kvferry/{layer}/py.typed" for layer in LAYERS}
     expected |= {"kvferry/pools/native_kernel.abi3.so", "kvferry/pools/native_kernel.pyi"}
-    expected |= {f"kvferry-{version}.data/data/share/kvferry/{name}" for name in DATA_FILES}
+    expected |= {f"kvferry-{version}.data/data/share/{name}" for name in DATA_FILES}
     assert {name for name in names if not name.startswith(f"kvferry-{version}.dist-info/")} == expected
-    for name in DATA_FILES:
-        installed = environment / "share" / "kvferry" / name
-        assert installed.read_bytes() == (ROOT / name).read_bytes()
+    for name, source in DATA_FILES.items():
+        assert (environment / "share" / name).read_bytes() == (ROOT / source).read_bytes()
 
 
 @pytest.mark.full

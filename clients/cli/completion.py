@@ -30,14 +30,14 @@ def completion(options: argparse.Namespace) -> int:
     except ImportError as cause:
         remedy = "pip install 'kvferry[completion]'"
         raise MisuseError("it makes the script with shtab, which is not installed", remedy=remedy) from cause
-    print(shtab.complete(_whole_parser(shtab.FILE), shell=options.shell))
+    print(shtab.complete(whole_parser(shtab.FILE), shell=options.shell))
     return WORKED
 
 
-def _whole_parser(file: object) -> argparse.ArgumentParser:
+def whole_parser(file: object = None) -> argparse.ArgumentParser:
     """Return a parser of all commands with their arguments; those that are paths complete as a ``file``."""
-    parser = argparse.ArgumentParser(prog="kvferry")
-    commands = parser.add_subparsers()
+    parser = argparse.ArgumentParser(prog="kvferry", description=main.DESCRIPTION)
+    commands = parser.add_subparsers(metavar="COMMAND")
     for name, purpose in main.PURPOSES.items():
         command = commands.add_parser(name, help=purpose, description=purpose)
         if name in main.MODULES:

@@ -31,6 +31,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, width=columns - 2)
 
 
+DESCRIPTION: Final = "The KV-cache daemon of a node, and tools to inspect it."
 DAEMON: Final = "daemon"
 KEEPER: Final = "keeper"
 PURPOSES: Final = {
@@ -142,7 +143,7 @@ def _become_daemon(arguments: Sequence[str]) -> int:
 def _front_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvferry",
-        description="The KV-cache daemon of a node, and tools to inspect it.",
+        description=DESCRIPTION,
         formatter_class=Help,
     )
     parser.add_argument("--version", action="version", version=f"kvferry {VERSION}")

@@ -10,6 +10,7 @@ from typing import Final
 import pytest
 
 from kvferry.clients.cli.main import MODULES, main
+from tests.man_page import PAGE, page
 
 PRESS_TAB: Final = """
 source "$1"
@@ -63,3 +64,7 @@ def test_without_shtab_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "bash"]) == 1
     assert "pip install 'kvferry[completion]'" in capsys.readouterr().err
+
+
+def test_the_man_page_is_of_these_commands() -> None:
+    assert PAGE.read_text() == page(), "python -m tests.man_page"
