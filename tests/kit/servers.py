@@ -29,7 +29,6 @@ import pytest
 from examples.demo.hosts import Host
 from kvferry.clients import Client
 from kvferry.protocol.session_messages import StatusReport, TransferStatus
-from tests.kit.faults import stopped
 from tests.kit.folders import REPOSITORY
 
 UP_S: Final = 600.0
@@ -160,17 +159,16 @@ class Program:
         except subprocess.TimeoutExpired as cause:
             raise ServerError(f"{self.name} did not end within {END_S} s:\n{self.log_tail()}") from cause
 
-    @contextlib.contextmanager
-    def stopped(self, title: str) -> Iterator[None]:
-        """Have those of its processes do nothing meanwhile whose command begins so."""
+    def processes(self, title: str) -> list[int]:
+        """Return those of its processes whose command begins so."""
         assert self._process is not None
-        with contextlib.ExitStack() as stack:
-            for one in Path("/proc").glob("[0-9]*/cmdline"):
-                with contextlib.suppress(OSError):  # it has ended
-                    pid = int(one.parent.name)
-                    if os.getpgid(pid) == self._process.pid and one.read_bytes().startswith(title.encode()):
-                        stack.enter_context(stopped(pid))
-            yield
+        found = []
+        for one in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):  # it has ended
+                pid = int(one.parent.name)
+                if os.getpgid(pid) == self._process.pid and one.read_bytes().startswith(title.encode()):
+                    found.append(pid)
+        return found
 
     def kill(self) -> None:
         """Kill all of its processes, and wait for the end."""
@@ -303,6 +301,10 @@ class Watch:
     def arrived(self) -> int:
         """Return how many receives have succeeded: a server may compute again what did not arrive."""
         return self.status().counters.get("transfers.receive.ok", 0)
+
+    def connected(self) -> int:
+        """Return how many sessions are connected, this one too."""
+        return sum(one.connected for one in self.status().sessions)
 
     def transfers(self, request_id: str = "") -> list[TransferStatus]:
         """Return what is under way, of all requests or of those whose id begins so."""

@@ -150,9 +150,9 @@ def test_an_abort_of_a_request_that_waits_behind_another(
 def test_a_server_that_is_killed_comes_back(well: Pair, watch: RoomWatch, killed: Side, moment: Moment) -> None:
     other: Side = "decode" if killed == "prefill" else "prefill"
     with begun(well, watch, moment) as halves:
+        connected = watch.connected()
         well.side(killed).kill()
-        if killed == "decode" and moment == "amid the chunks":
-            watch.wait_until_closed("decode")
+        watch.wait_until(lambda: watch.connected() < connected, "the daemon knows")
     if moment == "generates":
         assert halves["decode"].result(SOON_S).status == 0
     else:
