@@ -29,7 +29,7 @@ from kvferry.clients.daemon_socket import find_runtime_dir
 from kvferry.pools.host.placement import offer
 from kvferry.protocol import VERSION
 from kvferry.protocol.config.load import read_config
-from kvferry.protocol.errors import DaemonLostError, InvalidFieldError, KvferryError
+from kvferry.protocol.errors import InvalidFieldError, KvferryError, MisuseError
 from kvferry.protocol.printable import printable
 from kvferry.protocol.session_messages import Status
 from kvferry.protocol.settings import METRICS_SOCKET, SYSTEM_DIR
@@ -38,6 +38,7 @@ CONFIGURATIONS: Final = Path("/etc/kvferry")
 LOG_LINES: Final = 1000
 LOG_S: Final = 10.0
 OF_ITS_OWNER: Final = 0o600
+BY_HAND: Final = "add the log by hand"
 
 
 def add_dump(command: argparse.ArgumentParser) -> None:
@@ -146,11 +147,11 @@ def _findings(options: argparse.Namespace) -> str:
 def _log(name: str) -> str:
     """Return the last lines that journald has of the unit, as far as it lets this user read them."""
     if not name:
-        raise DaemonLostError("the daemon is no unit kvferry@NAME: add the log by hand")
+        raise MisuseError("the daemon is no unit kvferry@NAME", remedy=BY_HAND)
     command = ("journalctl", "--unit", f"kvferry@{name}.service", "--lines", str(LOG_LINES), "--no-pager")
     done = run_child(command, os.environ, LOG_S)
     if done.status != 0:
-        raise DaemonLostError(f"journalctl: {done.last_error or 'did not end in time'}")
+        raise MisuseError(f"journalctl: {done.last_error or 'did not end in time'}", remedy=BY_HAND)
     return done.output
 
 

@@ -41,7 +41,7 @@ PURPOSES: Final = {
     "status": "show what the daemon holds and does",
     "top": "show live in the terminal what the daemon does",
     "transfers": "show what transfers wait for, which are slow or stuck, and how the last ones ended",
-    "pools": "show who has the pages of each pool, and since when",
+    "pools": "show the holders of each pool's pages, and how old these are",
     "tiers": "show what the tiers have, find and take, and their operations",
     "probe": "send any messages, written as JSON, and print the replies and events",
     "layout": "print the manifest of a pool spec, or the memory a model's pool needs",

@@ -1,4 +1,4 @@
-"""``kvferry pools``: who has the pages of each pool, and since when."""
+"""``kvferry pools``: the holders of each pool's pages, and how old these are."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add_pools(command: argparse.ArgumentParser) -> None:
 
 
 def pools(options: argparse.Namespace) -> int:
-    """Print the pools, and who has their pages."""
+    """Print the pools, and the holders of their pages."""
     report, boot_id = ask(options, "pools", Status(holders=True))
     if options.json:
         print(json_line({"boot_id": boot_id, "pools": msgspec.to_builtins(report.pools)}))
@@ -40,7 +40,7 @@ def pool_lines(report: StatusReport) -> Iterable[str]:
     holders = [
         (pool.pool, pool.tenant, one.space, one.pages, one.busy, f"{one.age_ms // 1000} s", one.name)
         for pool in report.pools
-        for one in pool.holders  # whoever has them longest comes first
+        for one in pool.holders  # the oldest first
     ]
     yield from table("holders of pages", ("pool", "tenant", "space", "pages", "busy", "oldest", "holder"), holders)
     if report.others is not None and report.others.pools:

@@ -249,7 +249,7 @@ def status_of(pool: Pool) -> PoolStatus:
 
 
 def with_holders(status: PoolStatus, pool: Pool, sessions: SessionRegistry) -> PoolStatus:
-    """Return a pool's status with who holds its pages, whoever has them longest first, and its runs of free ones."""
+    """Return a pool's status with the holders of its pages, the oldest first, and its runs of free pages."""
     runs = {space: allocator.counts().largest_free_run for space, allocator in pool.allocators.items()}
     holders = [
         PageHolder(

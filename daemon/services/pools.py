@@ -208,7 +208,7 @@ class PoolService:
         return self._leaving
 
     def status(self, *, holders: bool = False) -> tuple[PoolStatus, ...]:
-        """Return the pools as STATUS shows them; ``holders``: with who has their pages."""
+        """Return the pools as STATUS shows them; ``holders``: with the holders of their pages."""
         if not holders:
             return tuple(map(status_of, self._pools))
         return tuple(with_holders(status_of(one), one, self._dispatcher.sessions) for one in self._pools)

@@ -19,10 +19,10 @@ JUDGED: Final = 8
 """Blocks, of which the mean counts."""
 
 FEW: Final = 3
-"""Blocks, of which no tier is called slow."""
+"""Blocks; after fewer no tier is called slow."""
 
 FORGOTTEN_S: Final = 300.0
-"""A time of longer ago says nothing of now."""
+"""What is older does not count."""
 
 Way = Literal["write", "read", "sync"]
 """A sync is of many blocks: their mean counts as one."""

@@ -53,6 +53,21 @@ def test_the_events_count_the_time(here: Transfer) -> None:
     assert (sent.moved_us, received.moved_us) == (500_000, 500_000)
 
 
+def test_each_message_and_each_end_of_a_copy_is_something_that_has_happened(here: Transfer) -> None:
+    """A transfer that still gets pages is not stuck."""
+    here.receive()
+    here.send(0, 1, last=False)
+    begun = here.harness.now
+    here.harness.pass_time(5.0)
+    sides = list(here.source.state_machine.endpoints)
+    assert [one.changed_at for one in sides] == [begun, begun]
+    here.end_copy()
+    assert [one.changed_at for one in sides] == [begun + 5, begun + 5]
+    here.harness.pass_time(2.0)
+    here.send(1, 2, last=False)
+    assert [one.changed_at for one in sides] == [begun + 7, begun + 7]
+
+
 def test_layers_move_when_their_events_have_come(apart: Transfer) -> None:
     apart.begin(steps=STEPS)
     assert not list(apart.harness.steps())

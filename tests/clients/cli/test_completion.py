@@ -27,7 +27,6 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 @pytest.fixture
 def script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    pytest.importorskip("shtab", reason="the extra `completion`")
     assert main(["completion", "bash"]) == 0
     file = tmp_path / "kvferry"
     file.write_text(capsys.readouterr().out)
@@ -53,7 +52,6 @@ def test_bash_completes_what_there_is(script: Path) -> None:
 
 
 def test_zsh_has_a_script_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("shtab", reason="the extra `completion`")
     assert main(["completion", "zsh"]) == 0
     assert capsys.readouterr().out.startswith("#compdef kvferry\n")
 

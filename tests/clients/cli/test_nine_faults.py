@@ -31,6 +31,7 @@ from tests.kit.documents import page
 from tests.kit.in_process import CONFIG as PLAIN
 from tests.kit.kvferry_command import run_kvferry
 from tests.kit.monitoring import Query, as_prometheus
+from tests.kit.mooncake import mooncake_works
 from tests.kit.pools import MODEL, SPEC
 from tests.kit.scraping import Scrape, scrape, scrape_until
 
@@ -247,8 +248,8 @@ def test_a_taken_port(tmp_path: Path, say: Say, on_board: Query) -> None:
     assert on_board.fires(scraped)
 
 
-def test_the_store_is_gone(say: Say, on_board: Query) -> None:
-    pytest.importorskip("mooncake", reason="the extra `mooncake`")
+def test_the_store_is_gone(say: Say, on_board: Query, require: Callable[[object, str], None]) -> None:
+    require(mooncake_works(), "mooncake-transfer-engine-non-cuda and libibverbs1")
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # and nobody listens there
         master = f"127.0.0.1:{unused.getsockname()[1]}"
