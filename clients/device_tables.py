@@ -37,8 +37,7 @@ class DeviceTables:
         self._words = table_layout(shape).words
         self._shown = int(memory.tensor.data_ptr()) + self._words
         self._replays = itertools.count(1)
-        self._close = _nothing
-        self.renew(host, shape, process)
+        self._watch_process(host, shape, process)
 
     def __repr__(self) -> str:
         """Show what is shown."""
@@ -64,22 +63,35 @@ class DeviceTables:
         return number
 
     def renew(self, host: HostRegion, shape: TableShape, process: int) -> None:
-        """Go on with a daemon that has just mapped the tables, and has made this mirror."""
+        """Go on with a daemon that has just mapped the tables, and has made this mirror.
+
+        First waits until what is copied in the place of the one before is there: it would come over this one's updates.
+        """
         self.close()
-        self._mirror = mirror = TableMirror(host.view(), shape)
-        memory = self._memory
-        watch = _Watch(process, lambda: _complete(memory, mirror))
-        self._close = weakref.finalize(self, watch.close)
+        if copied := self._watch.result():
+            accelerator = self._memory.accelerator
+            try:
+                with accelerator.calling():
+                    accelerator.wait(copied)
+            except KvferryError as error:
+                logger.warning("kvferry: tables: %s", error)
+        self._watch_process(host, shape, process)
 
     def close(self) -> None:
         """Let the tables be; the memory goes with the last tensor."""
         self._close()
 
+    def _watch_process(self, host: HostRegion, shape: TableShape, process: int) -> None:
+        self._mirror = mirror = TableMirror(host.view(), shape)
+        memory = self._memory
+        self._watch = _Watch(process, lambda: _complete(memory, mirror))
+        self._close = weakref.finalize(self, self._watch.close)
 
-def _complete(memory: TablesMemory, mirror: TableMirror) -> None:
-    """Show the last update that a daemon which has ended had whole in the mirror, unless it is shown.
 
-    Its own copies, if some come yet, write the same bytes.
+def _complete(memory: TablesMemory, mirror: TableMirror) -> torch.Event | None:
+    """Show the last update that a daemon which has ended had whole in the mirror; return None if it is shown.
+
+    Its own copies, if some come yet, write the same bytes. The event comes behind these; they may wait for a replay.
     """
     sequence, accelerator, tensor = mirror.mirrored, memory.accelerator, memory.tensor
     end = len(mirror.bytes)
@@ -91,29 +103,38 @@ def _complete(memory: TablesMemory, mirror: TableMirror) -> None:
             pinned[word].copy_(tensor[word], non_blocking=True)
             accelerator.wait(reading.record_event())
         if int(pinned[word].numpy().view("uint64")[0]) >= sequence:
-            return
+            return None
         pinned.numpy()[:end] = mirror.bytes
         if mirror.after:
             vendor.wait_value(shown + WORD_BYTES, mirror.after, stream)
         with on_stream(backend, stream):
             tensor[:end].copy_(pinned[:end], non_blocking=True)  # torch keeps the pinned memory until it is copied
         vendor.write_value(shown, sequence, stream)
+        event: torch.Event = stream.record_event()
+        return event
 
 
 class _Watch:
     """Calls ``ended`` on a thread of its own once a process has ended, unless it is closed before."""
 
-    def __init__(self, process: int, ended: Callable[[], None]) -> None:
+    def __init__(self, process: int, ended: Callable[[], torch.Event | None]) -> None:
         """Take the pidfd over."""
         self._process = process
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._ended = ended
         self._lock = threading.Lock()
         self._is_over = False
-        threading.Thread(target=self._run, name="tables", daemon=True).start()
+        self._result: torch.Event | None = None
+        self._thread = threading.Thread(target=self._run, name="tables", daemon=True)
+        self._thread.start()
+
+    def result(self) -> torch.Event | None:
+        """Return what ``ended`` has returned, None if it was not called; after ``close``."""
+        self._thread.join()
+        return self._result
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Watch no longer; ``ended`` may be under way."""
         with self._lock:
             if not self._is_over:
                 os.eventfd_write(self._stop, 1)
@@ -124,14 +145,10 @@ class _Watch:
             poll.register(fd, select.POLLIN)
         if self._stop not in dict(poll.poll()):
             try:
-                self._ended()
+                self._result = self._ended()
             except KvferryError as error:
                 logger.warning("kvferry: tables of a daemon that has ended may not show its last update: %s", error)
         with self._lock:
             self._is_over = True
             os.close(self._process)
             os.close(self._stop)
-
-
-def _nothing() -> None:
-    """Do nothing: there is nothing to close yet."""

@@ -27,7 +27,7 @@ from kvferry.clients.devices import EngineDevices, TablesMemory
 from kvferry.clients.elements import import_torch
 from kvferry.clients.exclusive_use import OfOneProcess
 from kvferry.pools.devices.host import HostRegion
-from kvferry.protocol.errors import ClientClosedError, InvalidFieldError
+from kvferry.protocol.errors import ClientClosedError, InvalidFieldError, MisuseError
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.table_messages import CreateTables, TablesCreated, TablesShown
@@ -139,10 +139,13 @@ class Tables(OfOneProcess):
 
         Raises:
             InvalidFieldError: one of them is not an integer, or negative.
+            MisuseError: the tables have no rows that a replay could read: no update has succeeded yet.
         """
         operators = whole(operators, "operators")
         step = None if draft_step is None else whole(draft_step, "draft_step")
         lengths = self.host_lengths()
+        if not lengths.replayed_rows:
+            raise MisuseError(f"{self!r} have no rows to replay yet: update_tables comes before the first replay")
         kv = lengths.for_update() if step is None else lengths.for_draft_step(step)
         return [{"actual_seq_lengths_kv": kv} for _ in range(operators)]
 
@@ -187,7 +190,10 @@ class Tables(OfOneProcess):
         before.close()
 
     def update_graph(self, graph: Any, *, draft_step: int | None = None, operators: int = 1) -> None:  # noqa: ANN401
-        """Rewrite the lengths baked into a captured graph; does nothing if graphs read them from ``seq_lens``."""
+        """Rewrite the lengths baked into a captured graph; does nothing if graphs read them from ``seq_lens``.
+
+        Raises as ``graph_inputs`` does.
+        """
         if self._memory is not None:
             inputs = self.graph_inputs(draft_step=draft_step, operators=operators)
             self._memory.accelerator.vendor.update_graph(graph, inputs)

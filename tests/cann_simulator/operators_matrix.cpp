@@ -156,8 +156,15 @@ at::Tensor paged(const Attention &attention, const Placed &pages, const at::Tens
   return rows.reshape({numbers.size(0) * page_size, attention.key_heads, -1}).slice(0, 0, length);
 }
 
+int64_t key_length(const Attention &attention, size_t sequence) {
+  if (sequence >= attention.key_lengths.size())
+    throw std::runtime_error(std::to_string(attention.key_lengths.size()) + " lengths of keys, and none for sequence " +
+                             std::to_string(sequence));
+  return attention.key_lengths[sequence];
+}
+
 at::Tensor keys_of(const Attention &attention, const Placed &source, size_t sequence) {
-  int64_t end = attention.key_lengths[sequence];
+  int64_t end = key_length(attention, sequence);
   if (attention.block_table.tensor.defined()) {
     at::Tensor table = attention.block_table.tensor[static_cast<int64_t>(sequence)];
     return paged(attention, source, table, end);
@@ -174,7 +181,7 @@ void attend_tnd(const Attention &attention) {
   int64_t begin = 0;
   for (size_t i = 0; i < attention.query_ends.size(); i++) {
     int64_t end = attention.query_ends[i];
-    if (end > begin && attention.key_lengths[i] > 0) {
+    if (end > begin && key_length(attention, i) > 0) {
       at::Tensor rope, key_rope;
       if (attention.query_rope.tensor.defined()) rope = attention.query_rope.tensor.slice(0, begin, end);
       if (attention.key_rope.tensor.defined()) key_rope = keys_of(attention, attention.key_rope, i);
@@ -213,7 +220,7 @@ void attend_batch(const Attention &attention) {
                   attention.query.tensor.sizes() == attention.out.tensor.sizes();
   bool is_whole = attention.mask.tensor.defined() && (attention.sparse_mode == 0 || is_plain);
   for (int64_t i = 0; i < batch; i++) {
-    int64_t length = attention.key_lengths[i];
+    int64_t length = key_length(attention, static_cast<size_t>(i));
     if (length == 0) continue;
     auto by_head = [&](const Placed &from) {
       return from.tensor[i].reshape({queries, attention.heads, -1}).transpose(0, 1);

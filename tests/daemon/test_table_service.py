@@ -19,6 +19,7 @@ from kvferry.protocol.errors import (
     DuplicatePageError,
     InvalidFieldError,
     KvferryError,
+    MisuseError,
     PageOutOfRangeError,
     TableHoleError,
     TableOverflowError,
@@ -163,6 +164,8 @@ def test_the_window_table_shows_what_the_window_sees(client: Client, hybrid: str
 
 def test_an_update_that_is_wrong_changes_nothing(client: Client, tables: Tables) -> None:
     """One of each check; all that an update can say wrongly has its rows in claims.txt and in tests/attention."""
+    with pytest.raises(MisuseError, match="update_tables comes before the first replay"):
+        tables.graph_inputs()
     update(client, tables, [5, 5], rows={0: [11, 12], 1: [21, 22]})
     before, host_before = contents(tables), tables.host_lengths()
     wrongs: list[tuple[Sequence[int], dict[str, Any], type[KvferryError], str]] = [
