@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvferry.pools.planning.plan import PlanSide
+from kvferry.pools.planning.sides import PlanSide
 from kvferry.protocol.errors import TransferFailedError
 from kvferry.protocol.manifests import Manifest
 

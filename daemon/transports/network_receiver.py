@@ -35,7 +35,7 @@ from kvferry.pools.copy_kernel import Copies
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.integrity import Walk
 from kvferry.pools.planning.copies import CopyChunk, FlatCopies, cut_copy_chunks, memory_runs, offset_of
-from kvferry.pools.planning.plan import PlanSide
+from kvferry.pools.planning.sides import PlanSide
 from kvferry.protocol.errors import (
     CancelledError,
     InternalError,

@@ -28,7 +28,8 @@ from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.copies import FlatCopies, offset_of, total_segments
 from kvferry.pools.planning.geometry import Heads, Tokens
-from kvferry.pools.planning.plan import PlanSide, every, make_side
+from kvferry.pools.planning.plan import every
+from kvferry.pools.planning.sides import PlanSide, make_side
 from kvferry.protocol.errors import (
     CancelledError,
     InternalError,

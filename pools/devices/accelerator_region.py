@@ -23,7 +23,8 @@ from kvferry.pools.devices.base import Arena, Pending
 from kvferry.pools.devices.vendor import Mapped, on_stream
 from kvferry.pools.planning.copies import Cells, CopyBlocks, cells_of, segments_that_fit
 from kvferry.pools.planning.page_ids import coalesce
-from kvferry.pools.planning.plan import Plan, PlanSide
+from kvferry.pools.planning.plan import Plan
+from kvferry.pools.planning.sides import PlanSide
 from kvferry.pools.tiers.block_copies import BlockCells
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep, step_runs, zero_padding
 from kvferry.protocol.errors import OutOfMemoryError

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvferry.pools.copy_kernel import Digests
 from kvferry.pools.planning.copies import CopyBlocks
-from kvferry.pools.planning.plan import PlanSide
+from kvferry.pools.planning.sides import PlanSide
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep
 
 Arena = npt.NDArray[np.uint8]

@@ -28,7 +28,7 @@ from kvferry.pools.copy_kernel import HashState
 from kvferry.pools.devices.base import NOTHING_PENDING, Arena, Hashed, Pending
 from kvferry.pools.devices.numa import prefer_node
 from kvferry.pools.planning.copies import CopyBlocks, gather, scatter
-from kvferry.pools.planning.plan import PlanSide
+from kvferry.pools.planning.sides import PlanSide
 from kvferry.pools.tiers.block_copies import offload_step, offload_step_hashed, restore_step, restore_step_hashed
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep
 from kvferry.protocol.errors import (

@@ -20,7 +20,8 @@ import numpy.typing as npt
 from kvferry.pools import copy_kernel
 from kvferry.pools.copy_kernel import Copies
 from kvferry.pools.planning.page_ids import coalesce
-from kvferry.pools.planning.plan import Blocks, PlanSide, Sizes
+from kvferry.pools.planning.plan import Blocks
+from kvferry.pools.planning.sides import PlanSide, Sizes
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import BounceBufferTooSmallError, TransferFailedError
 

@@ -32,8 +32,8 @@ from kvferry.pools.planning.geometry import (
     units_between,
 )
 from kvferry.pools.planning.manifest import check_unique, key_of
-from kvferry.pools.planning.plan import Sides, entries_between, make_side, slice_count
 from kvferry.pools.planning.scales import check_same_scales
+from kvferry.pools.planning.sides import Sides, entries_between, make_side, slice_count
 from kvferry.protocol.errors import GeometryMismatchError, ScaleMismatchError, UncoveredEntryError
 from kvferry.protocol.manifests import Entry
 

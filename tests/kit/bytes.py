@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvferry.pools.devices.base import Region
 from kvferry.pools.planning.copies import copy_one_by_one, total_segments
-from kvferry.pools.planning.plan import PlanSide, make_side
+from kvferry.pools.planning.sides import PlanSide, make_side
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.manifests import Entry
 

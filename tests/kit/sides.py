@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvferry.pools.planning.copies import total_segments
 from kvferry.pools.planning.geometry import Heads
-from kvferry.pools.planning.plan import PlanSide, make_side
+from kvferry.pools.planning.sides import PlanSide, make_side
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.manifests import Entry
 

@@ -26,7 +26,8 @@ from kvferry.pools.devices.vendor import MemoryAt
 from kvferry.pools.planning.copies import copy_one_by_one, total_segments
 from kvferry.pools.planning.manifest import lay_out
 from kvferry.pools.planning.page_ids import coalesce
-from kvferry.pools.planning.plan import Plan, PlanSide, entries_between
+from kvferry.pools.planning.plan import Plan
+from kvferry.pools.planning.sides import PlanSide, entries_between
 from kvferry.pools.tiers.blocks import BlockLayout, BlockPages, BlockStep, BlockSteps
 from kvferry.protocol.config.schema import DevicesConfig
 from kvferry.protocol.errors import DeviceLostError, OutOfMemoryError

@@ -37,7 +37,8 @@ from kvferry.pools.planning.coverage import Cells, Coverage
 from kvferry.pools.planning.geometry import Heads
 from kvferry.pools.planning.page_ids import coalesce
 from kvferry.pools.planning.pairing import pair_entries
-from kvferry.pools.planning.plan import BlockParts, Plan, PlanSide, entries_between, make_plan, make_side
+from kvferry.pools.planning.plan import BlockParts, Plan, make_plan
+from kvferry.pools.planning.sides import PlanSide, entries_between, make_side
 from kvferry.protocol import errors
 from kvferry.protocol.manifests import Entry
 from tests.kit.sides import ENTRY_BYTES, bytes_of, extents, side_of, sides

@@ -19,7 +19,7 @@ from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.pools import copy_kernel
 from kvferry.pools.copy_kernel import Copies
 from kvferry.pools.planning.copies import CopyBlocks, copy_one_by_one
-from kvferry.pools.planning.plan import PlanSide
+from kvferry.pools.planning.sides import PlanSide
 from kvferry.protocol.errors import DeadlineError, TransferFailedError
 from kvferry.protocol.peer_messages import OpEnded, OpRequest, WriteCredit, Written
 from tests.kit.network import (

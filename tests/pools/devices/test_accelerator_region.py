@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvferry.pools.devices.base import Arena, Pending
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.planning.copies import copy_one_by_one, gather, scatter, total_segments
-from kvferry.pools.planning.plan import PlanSide
+from kvferry.pools.planning.sides import PlanSide
 from kvferry.pools.tiers.blocks import BlockPages, BlockStep, BlockSteps
 from kvferry.protocol.ids import HOST
 from tests.kit.blocks import UNTOUCHED, BlockHarness, harnesses
