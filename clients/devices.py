@@ -21,7 +21,7 @@ from kvferry.pools.planning.arrays import viewed_as
 from kvferry.protocol.errors import InvalidFieldError, KvferryError
 from kvferry.protocol.manifests import PoolSpec
 from kvferry.protocol.pool_messages import PoolAttached
-from kvferry.protocol.session_stream import MAX_SHARED_EVENTS, MAX_SHARES, RegionFollows, SharedEvents, ShareFollows
+from kvferry.protocol.session_stream import MAX_SHARED_EVENTS, RegionFollows, SharedEvents, ShareFollows, share_frames
 
 if TYPE_CHECKING:
     import torch
@@ -114,10 +114,7 @@ class EngineDevices:
                 except InvalidFieldError as error:
                     error.field = f"{array}.{error.field}"
                     raise
-        return [
-            ShareFollows(message_id=message_id, shares=tuple(shares[at : at + MAX_SHARES]))
-            for at in range(0, len(shares), MAX_SHARES)
-        ]
+        return share_frames(message_id, shares)
 
     def tables_memory(self, name: str, size_bytes: int) -> TablesMemory:
         """Return new memory for tables.

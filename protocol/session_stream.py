@@ -8,7 +8,7 @@ its repr shows nothing of it.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -18,6 +18,9 @@ from kvferry.protocol.errors import ErrorInfo, MalformedError
 from kvferry.protocol.ids import PLAIN_TEXT, ClientName, Hex128, PeerKey, PoolName
 
 Handle = Annotated[bytes, Meta(max_length=512)]
+MAX_STORAGE_HANDLE_BYTES = 12 << 10
+"""Of a storage in a segment that its allocator expands: 8 bytes for each 20 MiB, so 30 GiB."""
+StorageHandle = Annotated[bytes, Meta(max_length=MAX_STORAGE_HANDLE_BYTES)]
 DriverHandle = Annotated[int, Meta(ge=0)]
 Offset = Annotated[int, Meta(ge=0, lt=1 << 62)]
 MAX_SHARES = 16
@@ -48,7 +51,7 @@ class TorchShare(_Share, frozen=True, kw_only=True, tag="torch"):
     ``offset_bytes`` is the offset of the shared bytes in the storage.
     """
 
-    handle: Handle
+    handle: StorageHandle
     storage_bytes: Offset
     storage_offset_bytes: Offset
     ref_counter: Handle
@@ -180,6 +183,8 @@ class TablesFollow(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
 
 SessionFrame = SessionOpened | SessionRefused | RegionFollows | EventsFollow | ShareFollows | TablesFollow
 MAX_SESSION_FRAME_BYTES = 16384
+MAX_SHARE_HEAD_BYTES = 256
+"""Of a frame of shares without them."""
 _T = TypeVar("_T")
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
@@ -196,6 +201,20 @@ def pack(message: SessionOpen | SessionEnd | RegionRequest | MemoryFollows | Ses
     """Return the message as one frame."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
+
+
+def share_frames(message_id: int, shares: Iterable[Share]) -> list[ShareFollows]:
+    """Return the frames by which shares of a message go, in their order: as few as have room for them."""
+    frames: list[list[Share]] = [[]]
+    room_bytes = 0
+    for share in shares:
+        size_bytes = len(_encoder.encode(share))
+        if len(frames[-1]) == MAX_SHARES or size_bytes > room_bytes:
+            frames.append([])
+            room_bytes = MAX_SESSION_FRAME_BYTES - MAX_SHARE_HEAD_BYTES
+        frames[-1].append(share)
+        room_bytes -= size_bytes
+    return [ShareFollows(message_id=message_id, shares=tuple(one)) for one in frames if one]
 
 
 class FrameSplitter:

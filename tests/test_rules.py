@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-PUBLIC = {"_asdict", "_fields", "_make", "_replace", "_exit"}
-"""Of named tuples, and of ``os``."""
+PUBLIC = {"_asdict", "_fields", "_make", "_replace", "_exit", "_set_allocator_settings"}
+"""Of named tuples, of ``os``, and torch's function by which a process's allocator is told what is else an environment's."""
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr"}
 
 

@@ -446,7 +446,7 @@ def _over_tables(theirs: Any, pool: EnginePool) -> Any:  # noqa: ANN401  SGLang'
                         window=_window_of(self),
                         draft_tokens=_draft_tokens() if self.speculative_num_draft_tokens else 0,
                     )
-                except KvferryError as error:  # memory that torch cannot share, say: expandable segments
+                except KvferryError as error:  # memory that torch cannot share, say
                     logger.warning("kvferry: SGLang writes the graph tables by itself: %s", error)
             if self._tables is not None:
                 self.graph_metadata["block_tables"] = self._tables.tensor

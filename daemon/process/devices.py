@@ -241,8 +241,9 @@ class Devices:
         held: list[Held] = []
         try:
             with device.accelerator.calling():
+                shares = [segment.share for segment in registered]
                 for segment in registered:
-                    segments.append(RegionSegment(segment.array.start, _map(device.accelerator, segment)))
+                    segments.append(RegionSegment(segment.array.start, _map(device.accelerator, segment, shares)))
                     start = int(segments[-1].mapped.tensor.data_ptr())
                     _check_mapped(device.accelerator, segment, start)
                     held.append(Held(start, start + segment.array.size_bytes, segment.array.name))
@@ -366,9 +367,9 @@ def _map_kept(accelerator: Accelerator, kept: _Kept) -> Mapped:
     return vendor.map(kept.share(vendor.process_id()), accelerator.index, kept.size_bytes)
 
 
-def _map(accelerator: Accelerator, registered: RegisteredSegment) -> Mapped:
+def _map(accelerator: Accelerator, registered: RegisteredSegment, beside: Sequence[TorchShare]) -> Mapped:
     try:
-        return accelerator.vendor.map(registered.share, accelerator.index, registered.array.size_bytes)
+        return accelerator.vendor.map(registered.share, accelerator.index, registered.array.size_bytes, beside)
     except KvferryError as error:
         error.field = f"{registered.array.name}.storage"
         raise

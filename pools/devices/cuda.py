@@ -55,8 +55,9 @@ class CudaVendor:
         del process_id
         return export(self.kind, mapped.tensor)
 
-    def map(self, share: Share, index: int, size_bytes: int) -> Mapped:
+    def map(self, share: Share, index: int, size_bytes: int, beside: Sequence[Share] = ()) -> Mapped:
         """See ``Vendor.map``."""
+        del beside
         if not isinstance(share, TorchShare):
             raise InvalidFieldError(f"CUDA has no {share!r}", field="share")
         return Mapped(import_share(self.kind, share, index, size_bytes), None)

@@ -8,6 +8,7 @@ aclrtMemSetPidToShareableHandle.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import importlib.util
@@ -15,7 +16,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvferry.pools.devices.vendor import Mapped, MemoryAt, export, import_share, open_event
+from kvferry.pools.devices.npu_segments import Units, joined, units_of
+from kvferry.pools.devices.vendor import Mapped, MemoryAt, check_share, export, import_share, open_event
 from kvferry.protocol.errors import (
     DeviceLostError,
     DeviceUnavailableError,
@@ -81,7 +83,27 @@ class _Imported(NamedTuple):
     users: int
 
 
+class _Run:
+    """Units of an engine's memory, imported and mapped side by side, and how many registered tensors use them."""
+
+    def __init__(self, units: Units, address: int, physical: Sequence[ctypes.c_void_p], tensor: torch.Tensor) -> None:
+        self.units = units
+        self.address = address
+        self.physical = physical
+        self.tensor = tensor
+        self.users = 0
+
+
+class _InRun(NamedTuple):
+    """A tensor's bytes within a run, and the share that its owner counts."""
+
+    run: _Run
+    share: TorchShare
+
+
 _imported: Final[dict[int, _Imported]] = {}
+_runs: Final[dict[int, _Run]] = {}
+"""By the handle of each unit."""
 _imported_lock: Final = threading.Lock()
 
 
@@ -142,10 +164,14 @@ class NpuVendor:
             )
         return VmmShare(handle=physical.shareable, size_bytes=len(mapped.tensor))
 
-    def map(self, share: Share, index: int, size_bytes: int) -> Mapped:
+    def map(self, share: Share, index: int, size_bytes: int, beside: Sequence[Share] = ()) -> Mapped:
         """See ``Vendor.map``."""
         if isinstance(share, TorchShare):
-            return Mapped(import_share(self.kind, share, index, size_bytes), None)
+            units = units_of(share.handle)
+            if units is None:
+                return Mapped(import_share(self.kind, share, index, size_bytes), None)
+            others = (units_of(one.handle) for one in beside if isinstance(one, TorchShare))
+            return self._map_units(share, units, [one for one in others if one is not None], index, size_bytes)
         if share.size_bytes < size_bytes:
             raise InvalidFieldError(f"{share.size_bytes} bytes are shared, {size_bytes} are needed", field="share")
         with _imported_lock:
@@ -171,8 +197,88 @@ class NpuVendor:
         physical = _Physical(handle.value, address, None, share.handle)
         return Mapped(self._tensor(address, index, share.size_bytes), physical)
 
+    def _map_units(
+        self, share: TorchShare, units: Units, others: Sequence[Units], index: int, size_bytes: int
+    ) -> Mapped:
+        """Map a tensor of an expandable segment, within the run that it and those beside it are."""
+        check_share(share, size_bytes)
+        at = share.storage_offset_bytes + share.offset_bytes
+        if at + size_bytes > units.size_bytes:
+            raise InvalidFieldError(
+                f"{size_bytes} bytes from byte {at} of {units.size_bytes} that are shared", field="share"
+            )
+        with _imported_lock:
+            run = _runs.get(units.handles[0]) or self._import_run(joined(units, others), index)
+            first = run.units.handles.index(units.handles[0])
+            if run.units.handles[first : first + len(units.handles)] != units.handles:
+                raise InvalidFieldError(
+                    "the memory is beside memory that was registered before, without it: register both at once, or "
+                    "allocate one of them with expandable_segments:False",
+                    field="share",
+                )
+            run.users += 1
+        start = first * units.unit_bytes + at
+        return Mapped(run.tensor[start : start + size_bytes], _InRun(run, share))
+
+    def _import_run(self, units: Units, index: int) -> _Run:
+        """Import and map units side by side. What they are, the engine says: no error of the driver's ends the device.
+
+        Raises:
+            DeviceUnavailableError: they are not there any more, or are imported already.
+        """
+        address, physical, mapped = ctypes.c_void_p(), [], 0
+        failed = self._acl.aclrtReserveMemAddress(ctypes.byref(address), units.size_bytes, 0, None, 0)
+        if failed:
+            raise DeviceUnavailableError(
+                f"{units.size_bytes} bytes of addresses cannot be reserved (error {failed})", field="share"
+            )
+        for number, handle in enumerate(units.handles):
+            imported = ctypes.c_void_p()
+            failed = self._acl.aclrtMemImportFromShareableHandle(handle, index, ctypes.byref(imported))
+            if failed:
+                break
+            physical.append(imported)
+            there = (address.value or 0) + number * units.unit_bytes
+            failed = self._acl.aclrtMapMem(there, units.unit_bytes, 0, imported, 0)
+            if failed:
+                break
+            mapped += 1
+        run = _Run(units, address.value or 0, physical, self._tensor(address.value or 0, index, units.size_bytes))
+        if failed:
+            self._unmap_run(run, mapped)
+            raise DeviceUnavailableError(
+                f"the registered memory cannot be mapped (error {failed}): its owner has ended, or it is registered "
+                "already",
+                field="share",
+            )
+        _runs.update(dict.fromkeys(units.handles, run))
+        return run
+
+    def _unmap_run(self, run: _Run, mapped: int) -> None:
+        for number in range(mapped):
+            self._acl.aclrtUnmapMem(run.address + number * run.units.unit_bytes)
+        self._acl.aclrtReleaseMemAddress(run.address)
+        for one in run.physical:
+            self._acl.aclrtFreePhysical(one)
+
+    def _unmap_units(self, one: _InRun) -> None:
+        """Take note that a tensor is not used any more; its owner's allocator counts it, too."""
+        with _imported_lock:
+            one.run.users -= 1
+            if not one.run.users:
+                for handle in one.run.units.handles:
+                    del _runs[handle]
+                self._unmap_run(one.run, len(one.run.units.handles))
+        with contextlib.suppress(RuntimeError):  # its owner may have ended
+            self._native._release_ipc_counter_npu(  # noqa: SLF001  as torch's own reader does
+                one.share.ref_counter, one.share.ref_counter_offset
+            )
+
     def unmap(self, mapped: Mapped) -> None:
         """See ``Vendor.unmap``."""
+        if isinstance(mapped.keep, _InRun):
+            self._unmap_units(mapped.keep)
+            return
         physical = mapped.keep
         if not isinstance(physical, _Physical):
             return

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from kvferry.protocol.errors import DeviceUnavailableError, InvalidFieldError
-from kvferry.protocol.session_stream import Share, TorchShare
+from kvferry.protocol.session_stream import MAX_STORAGE_HANDLE_BYTES, Share, TorchShare
 
 if TYPE_CHECKING:
     import torch
@@ -84,10 +84,17 @@ class Vendor(Protocol):
     def share(self, mapped: Mapped, process_id: int) -> Share:
         """Return what the process needs to map memory that ``allocate`` returned."""
 
-    def map(self, share: Share, index: int, size_bytes: int) -> Mapped:
+    def map(self, share: Share, index: int, size_bytes: int, beside: Sequence[Share] = ()) -> Mapped:
         """Map memory that another process shares or registers.
 
+        Args:
+            share: of the memory.
+            index: of the device.
+            size_bytes: of the memory.
+            beside: what else the process registers with it, which may lie on the same physical memory.
+
         Raises:
+            InvalidFieldError: the share is not what it announces, or contradicts those beside it.
             DeviceUnavailableError: the share is not for this process, or the memory no longer exists.
         """
 
@@ -181,6 +188,12 @@ def export(kind: str, tensor: torch.Tensor) -> TorchShare:
             f"the tensor's storage is not from torch's allocator, or cannot be shared: {why}", field="storage"
         ) from cause
     _, handle, size_bytes, offset_bytes, counter, counter_offset, event, sync = fields
+    if len(handle) > MAX_STORAGE_HANDLE_BYTES:
+        raise InvalidFieldError(
+            f"the tensor's {size_bytes >> 30} GiB are more than can be shared in pieces: allocate it with "
+            "expandable_segments:False, or layer by layer",
+            field="storage",
+        )
     return TorchShare(
         handle=bytes(handle),
         storage_bytes=size_bytes,
@@ -193,12 +206,11 @@ def export(kind: str, tensor: torch.Tensor) -> TorchShare:
     )
 
 
-def import_share(kind: str, share: TorchShare, index: int, size_bytes: int) -> torch.Tensor:
-    """Return another process's bytes as a tensor, ``(size_bytes,)`` uint8, of this process's device ``index``.
+def check_share(share: TorchShare, size_bytes: int) -> None:
+    """Check that a share has so many bytes, and what torch does not check itself.
 
     Raises:
-        InvalidFieldError: the share has fewer bytes than requested, or is not one of torch's.
-        DeviceUnavailableError: the memory no longer exists, or is on another device.
+        InvalidFieldError: it has fewer, or is not one of torch's.
     """
     if share.offset_bytes + size_bytes > share.storage_bytes:
         raise InvalidFieldError(
@@ -206,6 +218,16 @@ def import_share(kind: str, share: TorchShare, index: int, size_bytes: int) -> t
         )
     if share.ref_counter_offset >= REF_COUNTERS or (share.event_sync and len(share.event) != EVENT_HANDLE_BYTES):
         raise InvalidFieldError("not a share made by torch: its counter or its event is invalid", field="share")
+
+
+def import_share(kind: str, share: TorchShare, index: int, size_bytes: int) -> torch.Tensor:
+    """Return another process's bytes as a tensor, ``(size_bytes,)`` uint8, of this process's device ``index``.
+
+    Raises:
+        InvalidFieldError: the share has fewer bytes than requested, or is not one of torch's.
+        DeviceUnavailableError: the memory no longer exists, or is on another device.
+    """
+    check_share(share, size_bytes)
     backend: Any = importlib.import_module("torch")
     try:
         storage = getattr(backend.UntypedStorage, f"_new_shared_{kind}")(
