@@ -39,6 +39,7 @@ from kvferry.daemon.process.fd_store import FdStore, NoStore, open_store
 from kvferry.daemon.process.garbage import collect_new_only
 from kvferry.daemon.process.host import ServiceManager, configure_logs, keep_freed_memory
 from kvferry.daemon.process.inherited import Inherited, take_inherited
+from kvferry.daemon.process.log_lines import LogLines
 from kvferry.daemon.process.memory import HostMemory
 from kvferry.daemon.process.signals import answered
 from kvferry.daemon.process.succession import Predecessor
@@ -48,6 +49,7 @@ from kvferry.daemon.quota import Quota
 from kvferry.daemon.services import metric_sources
 from kvferry.daemon.services.adoption import Adoption
 from kvferry.daemon.services.event_rings import EventRings
+from kvferry.daemon.services.log_reader import LogReader
 from kvferry.daemon.services.metric_catalogue import DRAINING, INFO, LISTENING, Sample
 from kvferry.daemon.services.metrics import Metrics
 from kvferry.daemon.services.peer_transfers import PeerMessenger, PeerTransferService
@@ -156,6 +158,7 @@ class Daemon:
         inherited: Inherited | None = None,
         store: FdStore | None = None,
         keeper: DeviceKeeper | None = None,
+        lines: LogLines | None = None,
     ) -> None:
         """Build everything on the running loop.
 
@@ -169,6 +172,7 @@ class Daemon:
                 are built; ``serve`` closes the rest.
             store: what keeps pools and sessions for the next daemon; without one they end with this one.
             keeper: who keeps the memory of pools on devices for it.
+            lines: what remembers the log's last lines.
 
         Raises:
             ConfigError: an address cannot be listened on, or tiers lack what they need.
@@ -336,7 +340,7 @@ class Daemon:
         self._lag = LoopLag(loop)
         self._metrics = self._collecting(state_machine, connection_bytes)
         self._http = self._serving_http(directory)
-        self._answer_without_session()
+        self._answer_without_session(lines or LogLines())
 
     def _network_transports(
         self, network: NetworkMemory, threads: int, state_machine: TransferStateMachine
@@ -378,7 +382,8 @@ class Daemon:
         pages = {"/metrics": self._metrics.page, "/healthz": self._healthz, "/readyz": self._readyz}
         return HttpSocket([directory.listen(METRICS_SOCKET).socket, *by_tcp], pages)
 
-    def _answer_without_session(self) -> None:
+    def _answer_without_session(self, lines: LogLines) -> None:
+        LogReader(self._dispatcher, self._control.user_of, lines)
         self._dispatcher.handle_open("HELLO", self._hello)
         self._dispatcher.handle_open("PING", lambda _call: Pong(refuses_transfers=self._refuses_transfers))
         self._dispatcher.handle_open("DRAIN", self._drain_or_not)
@@ -700,6 +705,7 @@ async def run_daemon(
     inherited: Inherited | None = None,
     store: FdStore | None = None,
     keeper: DeviceKeeper | None = None,
+    lines: LogLines | None = None,
 ) -> None:
     """Serve in a locked runtime directory until a signal asks to end; see ``signals``."""
     stopping = asyncio.Event()
@@ -707,7 +713,7 @@ async def run_daemon(
         keep_freed_memory()
         collect_new_only()
         network = await open_network(config, tuning.network)
-        await Daemon(config, directory, stopping, network, tuning, inherited, store, keeper).serve(manager)
+        await Daemon(config, directory, stopping, network, tuning, inherited, store, keeper, lines).serve(manager)
 
 
 def main(arguments: list[str] | None = None, tuning: Tuning = DEFAULT_TUNING) -> int:
@@ -748,14 +754,15 @@ def main(arguments: list[str] | None = None, tuning: Tuning = DEFAULT_TUNING) ->
         print(f"kvferry daemon: {error}", file=sys.stderr)
         return 1 if isinstance(error, DaemonLostError) else EXIT_BAD_INPUT
     try:
-        configure_logs(config.logging)
+        lines = LogLines()
+        configure_logs(config.logging, lines)
         if predecessor is not None:
             log.info("configuration read anew", changed=changes(predecessor.config, values_of(config)))
         with runtime_directory as directory:
             store = open_store(directory.path, inherited, keep=options.keep)
             keeper = open_keeper(directory.path, store, config.keeper.grace_s)
             be_prompt()
-            uvloop.run(run_daemon(config, directory, ServiceManager(), tuning, inherited, store, keeper))
+            uvloop.run(run_daemon(config, directory, ServiceManager(), tuning, inherited, store, keeper, lines))
     except KvferryError as error:
         print(f"kvferry daemon: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT if isinstance(error, ConfigError) and not error.retryable else 1

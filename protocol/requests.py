@@ -17,6 +17,7 @@ from kvferry.protocol.errors import InvalidFieldError, UnknownTypeError
 BATCH: Final = "BATCH"
 _MODULES: Final = {
     "session_messages": ("HELLO", "PING", "STATUS", "VERIFY", "UPGRADE", "DRAIN", "OPEN_EVENTS"),
+    "log_messages": ("LOG",),
     "pool_messages": ("CREATE_POOL", "ATTACH_POOL", "REGISTER_POOL", "DELETE_POOL", "ALLOCATE", "FREE", "LIST_OWNED"),
     "table_messages": ("CREATE_TABLES", "UPDATE_TABLES", "DELETE_TABLES"),
     "tier_messages": (

@@ -1,4 +1,4 @@
-"""``kvferry cache``: list what is in the tiers, pin, evict and clear blocks, drop snapshots, watch changes."""
+"""``kvferry cache``: list what is in the tiers, pin, evict and clear blocks, drop snapshots."""
 
 from __future__ import annotations
 
@@ -7,26 +7,17 @@ import threading
 import time
 from collections.abc import Sequence
 
-import msgspec
-
-from kvferry.clients.async_requests import LIST_LIMIT
-from kvferry.clients.calls import asked
 from kvferry.clients.cli.console import add_daemon, table
 from kvferry.clients.sync_client import Client
 from kvferry.protocol.errors import ClientClosedError, DeadlineError, InvalidFieldError
 from kvferry.protocol.printable import json_line
 from kvferry.protocol.tier_messages import (
     HASH_BYTES,
-    CacheChange,
-    CacheChanges,
     CachedBlockStatus,
-    CacheEvents,
-    CacheList,
     SnapshotStatus,
 )
 
 MIB = 1 << 20
-WATCH_S = 5.0
 TIMEOUT_S = 10.0
 
 
@@ -39,7 +30,6 @@ def add_cache(command: argparse.ArgumentParser) -> None:
         ("unpin", "allow eviction of blocks again", _pin),
         ("evict", "drop blocks from every tier; pinned ones stay", _evict),
         ("clear", "drop all blocks of a pool or a model identity from every tier; pinned ones stay", _evict),
-        ("watch", "print changes as they happen, one JSON object per line", _watch),
         ("snapshots", "list this user's snapshots", _snapshots),
         ("drop", "drop snapshots", _drop),
     ):
@@ -57,21 +47,17 @@ def add_cache(command: argparse.ArgumentParser) -> None:
                 whose.add_argument("--all", action="store_true", help="blocks of all of this user's models")
         if name == "drop":
             action.add_argument("snapshots", nargs="+", metavar="SNAPSHOT", help="as snapshots shows them")
-        if name == "watch":
-            action.add_argument("--from", dest="cursor", type=int, metavar="CURSOR", help="where to start (now)")
         action.set_defaults(act=run)
 
 
 def cache(options: argparse.Namespace) -> int:
-    """Run the selected action, within ``--timeout``; a watch goes on for as long as the daemon answers within it.
+    """Run the selected action, within ``--timeout``.
 
     Raises:
         KvferryError: it was refused, or the daemon has not answered in time.
     """
     ends_at = time.monotonic() + options.timeout
     with Client.connect(options.runtime_dir, name="cache", timeout_s=options.timeout) as client:
-        if options.action == "watch":
-            return _watch(client, options)
         ends = threading.Timer(max(0.0, ends_at - time.monotonic()), client.close)  # whatever the action asks then
         ends.daemon = True
         ends.start()
@@ -109,25 +95,6 @@ def _evict(client: Client, options: argparse.Namespace) -> int:
     kept = f"; {done.kept} are pinned and stay" if done.kept else ""
     print(f"{done.blocks} blocks dropped, {done.size_bytes / MIB:.1f} MiB{kept}")
     return 0
-
-
-def _watch(client: Client, options: argparse.Namespace) -> int:
-    half_s = options.timeout / 2  # for changes to come; and the other half for the answer without any
-    watch_s = min(half_s, WATCH_S, client.welcome.limits.max_deadline_ms / 1000) if client.welcome else half_s
-
-    def changes_from(cursor: int) -> CacheChanges:
-        return client.call(asked(CacheEvents(cursor=cursor, limit=LIST_LIMIT)), deadline_s=watch_s, margin_s=half_s)
-
-    cursor = options.cursor
-    if cursor is None:
-        cursor = client.call(asked(CacheList(position=0, limit=1)), deadline_s=half_s, margin_s=half_s).cursor
-    while True:
-        changes = changes_from(cursor)
-        if changes.lost:
-            print(json_line({"lost_before": changes.cursor, "boot_id": client.boot_id}), flush=True)
-        for one in changes.changes:
-            print(json_line(_shown(one)), flush=True)
-        cursor = changes.cursor
 
 
 def _snapshots(client: Client, options: argparse.Namespace) -> int:
@@ -186,9 +153,3 @@ def _snapshot_row(one: SnapshotStatus) -> Sequence[object]:
         one.state,
         one.restores,
     )
-
-
-def _shown(change: CacheChange) -> dict[str, object]:
-    """Return a change with its hashes as ``kvferry cache list`` shows them."""
-    hashes = [change.hashes[at : at + HASH_BYTES].hex() for at in range(0, len(change.hashes), HASH_BYTES)]
-    return {**msgspec.to_builtins(change), "hashes": hashes, "parent": change.parent.hex()}

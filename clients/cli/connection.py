@@ -178,14 +178,19 @@ class Connection:
             return self._conversation.feed(self._socket.recv_multipart(NOBLOCK))
         return None
 
-    def call(self, body: AnsweredBy[ReplyT], *, timeout_s: float) -> ReplyT:
+    def call(self, body: AnsweredBy[ReplyT], *, timeout_s: float, deadline_s: float | None = None) -> ReplyT:
         """Send a request and return its reply.
+
+        Args:
+            body: the message.
+            timeout_s: how long to wait for the reply.
+            deadline_s: how long the daemon may take; by default as long.
 
         Raises:
             KvferryError: it was refused, no reply came in time, or the daemon is gone.
         """
         ends_at = time.monotonic() + timeout_s
-        number = self.send(body, deadline_s=timeout_s)
+        number = self.send(body, deadline_s=timeout_s if deadline_s is None else deadline_s)
         while (left_s := ends_at - time.monotonic()) > 0:
             arrived = self.take(left_s)
             if arrived is None or arrived.message_id != number:

@@ -21,16 +21,18 @@ from typing import Any, Final
 import msgspec
 
 from kvferry.clients.cli.configuration import found_values
+from kvferry.clients.cli.connection import Connection
 from kvferry.clients.cli.console import WORKED, add_daemon, table
 from kvferry.clients.cli.doctor.command import examine
 from kvferry.clients.cli.doctor.host import Host, run_child
+from kvferry.clients.cli.events import remembered
 from kvferry.clients.cli.inspect import ask
 from kvferry.clients.daemon_socket import find_runtime_dir
 from kvferry.pools.host.placement import offer
 from kvferry.protocol import VERSION
 from kvferry.protocol.config.load import read_config
 from kvferry.protocol.errors import InvalidFieldError, KvferryError, MisuseError
-from kvferry.protocol.printable import printable
+from kvferry.protocol.printable import json_line, printable
 from kvferry.protocol.session_messages import Status
 from kvferry.protocol.settings import METRICS_SOCKET, SYSTEM_DIR
 
@@ -65,6 +67,7 @@ def dump(options: argparse.Namespace) -> int:
         "metrics.txt": lambda: _metrics(options),
         "configuration.json": lambda: _configuration(options),
         "doctor.json": lambda: _findings(options),
+        "events.txt": lambda: _events(options),
         "log.txt": lambda: _log(name),
     }
     try:
@@ -142,6 +145,12 @@ def _configuration(options: argparse.Namespace) -> str:
 def _findings(options: argparse.Namespace) -> str:
     found = examine(Host.this_one(), argparse.Namespace(**vars(options), npu=False))
     return _json({name: msgspec.to_builtins(one) for name, one in found.items()})
+
+
+def _events(options: argparse.Namespace) -> str:
+    """Return the lines of its log that the daemon itself remembers: there may be no journald."""
+    with Connection.open(options.runtime_dir, "dump", timeout_s=options.timeout) as connection:
+        return "".join(f"{json_line(one)}\n" for one in remembered(connection, options.timeout))
 
 
 def _log(name: str) -> str:

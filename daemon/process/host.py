@@ -19,6 +19,7 @@ from typing import Final, TextIO
 
 import structlog
 
+from kvferry.daemon.process.log_lines import LogLines
 from kvferry.protocol.config.schema import LoggingConfig
 from kvferry.protocol.printable import printable
 
@@ -41,13 +42,20 @@ _PRIORITY = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}
 _json = structlog.processors.JSONRenderer()
 
 
-def configure_logs(config: LoggingConfig) -> None:
-    """Configure structlog for this process; lines go to standard error while something reads it."""
+def configure_logs(config: LoggingConfig, lines: LogLines | None = None) -> None:
+    """Configure structlog for this process; lines go to standard error while something reads it.
+
+    ``lines`` remembers those from level ``info`` on, also where standard error gets fewer.
+    """
+    level = logging.getLevelNamesMapping()[config.level.upper()]
+    least = level if lines is None else min(level, logging.INFO)
     console = config.format == "console" or (config.format == "auto" and sys.stderr.isatty())
     processors: list[structlog.typing.Processor] = [
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso"),
     ]
+    if lines is not None:
+        processors += [lines, _from(level)]
     if console:
         processors += [_printable, structlog.dev.ConsoleRenderer(exception_formatter=_traceback)]
     else:
@@ -55,7 +63,7 @@ def configure_logs(config: LoggingConfig) -> None:
         processors += [structlog.processors.format_exc_info, _journal_line if journal else _json]
     structlog.configure(
         processors=processors,
-        wrapper_class=_unfailing(structlog.make_filtering_bound_logger(logging.getLevelName(config.level.upper()))),
+        wrapper_class=_unfailing(structlog.make_filtering_bound_logger(least)),
         logger_factory=lambda *_: LineLogger(sys.stderr),
     )
 
@@ -74,6 +82,20 @@ def _unfailing(kind: type[structlog.typing.FilteringBoundLogger]) -> type[struct
                 return None
 
     return Unfailing
+
+
+def _from(level: int) -> structlog.typing.Processor:
+    """Return what drops lines below a level."""
+    levels = logging.getLevelNamesMapping()
+
+    def pass_on(
+        _logger: structlog.typing.WrappedLogger, _method: str, event: structlog.typing.EventDict
+    ) -> structlog.typing.EventDict:
+        if levels[event["level"].upper()] < level:
+            raise structlog.DropEvent
+        return event
+
+    return pass_on
 
 
 def _printable(

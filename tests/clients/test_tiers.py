@@ -252,14 +252,16 @@ def test_the_command_line(daemon: Daemon, client: Client, pool: Filled, capsys: 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("_empty")
-def test_watching_prints_a_line_a_change(daemon: Daemon, client: Client, pool: Filled) -> None:
+def test_following_the_caches_events_prints_a_line_a_change(daemon: Daemon, client: Client, pool: Filled) -> None:
     cursor = client.cache_cursor()
-    command = [sys.executable, "-P", "-m", "kvferry.clients.cli.main", "cache", "watch", "--from", str(cursor)]
-    with subprocess.Popen([*command, "--runtime-dir", daemon.runtime_dir], stdout=subprocess.PIPE) as watching:
+    command = [sys.executable, "-P", "-m", "kvferry.clients.cli.main", "events", "--cache", "--from", str(cursor)]
+    command += ["--follow", "--json", "--runtime-dir", str(daemon.runtime_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as watching:
         client.wait_done(client.store(pool.name, hashes(1), client.allocate(pool.name, 1)))
         assert watching.stdout is not None
         shown = json.loads(watching.stdout.readline())
         watching.send_signal(signal.SIGINT)
     assert (shown["kind"], shown["hashes"]) == ("stored", [hashes(1)[0].hex()])
     assert len(bytes.fromhex(shown["hashes"][0])) == HASH_BYTES
+    assert shown["cursor"] > cursor
     assert watching.returncode == 130

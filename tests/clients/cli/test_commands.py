@@ -28,7 +28,7 @@ WRONG_USAGE: Final = (
     "ping --timeout", "ping --timeout x", "ping --timeout -1", "ping --timeout 0",
     "ping --timeout nan", "status --timeout 1e9", "status all", "probe", "probe --timeout x PING", "probe --file",
     "cache", "cache burn", "cache pin", f"cache evict {HASH}", "cache clear", "cache drop", "cache list --timeout -3",
-    "cache watch --from now", "layout",
+    "events --from then", "events --from -1", "layout",
     "layout --model", "layout --model llama-3-8b --tokens many", "layout --model llama-3-8b --packed tightly",
     "layout a b", "layout spec.json --models", "plan", "plan a b", "doctor --timeout no",
 )  # fmt: skip
@@ -50,6 +50,7 @@ AS_JSON: Final = (
 FAILING: Final = (
     "ping --runtime-dir DIR", "status --runtime-dir DIR", "status --json --runtime-dir DIR",
     "probe PING --runtime-dir DIR", "probe SNAPSHOTS --runtime-dir DIR", "cache list --runtime-dir DIR",
+    "events --runtime-dir DIR", "events --follow --runtime-dir DIR", "events --cache --json --runtime-dir DIR",
     f"cache pin {HASH} --pool p --runtime-dir DIR", "daemon --runtime-dir /proc/none",
 )  # fmt: skip
 """No daemon is there."""

@@ -27,7 +27,9 @@ from tests.kit.pools import MODEL, SPEC
 
 CONFIG: Final = "[tiers]\nhost_bytes = 4194304\n"
 NOBODY: Final = 12345
-PARTS: Final = {"versions.json", "status.json", "metrics.txt", "configuration.json", "doctor.json", "log.txt"}
+PARTS: Final = {
+    "versions.json", "status.json", "metrics.txt", "configuration.json", "doctor.json", "events.txt", "log.txt",
+}  # fmt: skip
 PAYLOAD, TENSOR, SALT, TOKEN = b"payload-7b1e", b"tensor-5c2d", "salt-90ff", "token-31aa"
 
 
@@ -91,6 +93,8 @@ def test_the_file_has_what_a_report_needs_and_no_secret(
     assert str(status["pid"]) in findings["daemon"]["found"]
     assert parts["log.txt"].startswith("--unit kvferry@kv7.service --lines 1000 ")
     assert "prefill-3" in parts["log.txt"]
+    happened = [json.loads(one)["event"] for one in parts["events.txt"].splitlines()]
+    assert {"serving", "pool created", "transfer finished"} <= set(happened)
     whole = "".join(parts.values())
     planted = (PAYLOAD, TENSOR, SALT.encode(), TOKEN.encode(), secret)
     as_text = {form(one) for one in planted for form in (bytes.hex, lambda one: repr(one)[2:-1], encoded)}
@@ -129,8 +133,9 @@ def test_another_users_file_names_nothing_of_ours(tmp_path: Path, require: Calla
             theirs = dumped(daemon, Path(folder, "dump.tar.gz"))
         finally:
             os.seteuid(0)
-    for part in ("status.json", "metrics.txt"):
+    for part in ("status.json", "metrics.txt", "events.txt"):
         assert "hidden" in ours[part]
+    assert theirs["events.txt"].startswith("ACCESS_DENIED")
     assert json.loads(theirs["status.json"])["others"]["transfers"] == 1
     assert "kvferry_pool_pages{" in theirs["metrics.txt"]
     assert "hidden" not in "".join(theirs.values())
@@ -144,6 +149,7 @@ def test_without_a_daemon_each_part_says_why_it_is_not_there(
     parts, printed = parts_of(file), capsys.readouterr().out
     assert parts["status.json"].startswith(lost)
     assert parts["metrics.txt"].startswith(lost)
+    assert parts["events.txt"].startswith(lost)
     assert "no unit kvferry@NAME" in parts["log.txt"]
     assert json.loads(parts["doctor.json"])["daemon"]["state"] == "warning"
     assert f"{lost}" in printed
