@@ -77,7 +77,7 @@ from kvferry.pools.devices.base import Region
 from kvferry.pools.host.memory import kept_bytes, smallest_limit
 from kvferry.pools.host.placement import offer
 from kvferry.pools.pool import Pool
-from kvferry.protocol import VERSION
+from kvferry.protocol import VERSION, programs
 from kvferry.protocol.config.load import load_config
 from kvferry.protocol.config.schema import Config
 from kvferry.protocol.config.values import changes, values_of
@@ -723,17 +723,7 @@ def main(arguments: list[str] | None = None, tuning: Tuning = DEFAULT_TUNING) ->
     3 after a device was lost.
     """
     parser = argparse.ArgumentParser(prog="kvferry daemon", description="Run the daemon of this node.")
-    parser.add_argument("--config", type=Path, help="a TOML file; see systemd/kvferry.toml for every key")
-    parser.add_argument(
-        "--runtime-dir", type=_folder, metavar="DIR", help="where the sockets go; overrides the configuration"
-    )
-    parser.add_argument(
-        "--keep",
-        action="store_true",
-        help="let pools and sessions outlive the daemon with small processes that hold their memory, one for the "
-        "host's and one for NPUs'; a service manager with a store of descriptors, such as systemd, does that without "
-        "it, and has a unit for the latter",
-    )
+    programs.add_daemon(parser)
     options = parser.parse_args(arguments)
     inherited, predecessor = take_inherited(), None
     # A torch_npu without CANN would make torch itself fail: devices are asked for when a pool needs one.
@@ -767,9 +757,3 @@ def main(arguments: list[str] | None = None, tuning: Tuning = DEFAULT_TUNING) ->
         print(f"kvferry daemon: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT if isinstance(error, ConfigError) and not error.retryable else 1
     return 0
-
-
-def _folder(text: str) -> Path:
-    if not text:
-        raise argparse.ArgumentTypeError("an empty path names no directory")
-    return Path(text)

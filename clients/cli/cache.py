@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-from kvferry.clients.cli.console import add_daemon, table
+from kvferry.clients.cli.console import add_daemon, show, table
+from kvferry.clients.cli.progress import Progress
 from kvferry.clients.sync_client import Client
 from kvferry.protocol.errors import ClientClosedError, DeadlineError, InvalidFieldError
 from kvferry.protocol.printable import json_line
@@ -35,8 +36,7 @@ def add_cache(command: argparse.ArgumentParser) -> None:
     ):
         action = actions.add_parser(name, help=text, description=text)
         add_daemon(action, TIMEOUT_S)
-        if name in {"list", "snapshots"}:
-            action.add_argument("--json", action="store_true", help="for programs: one JSON object per line")
+        action.add_argument("--json", action="store_true", help="for programs: one JSON object per line")
         if name in {"pin", "unpin", "evict"}:
             action.add_argument("hashes", nargs="+", metavar="HASH", help="32 hexadecimal digits, as list shows them")
         if name in {"pin", "unpin", "evict", "clear"}:
@@ -57,7 +57,9 @@ def cache(options: argparse.Namespace) -> int:
         KvferryError: it was refused, or the daemon has not answered in time.
     """
     ends_at = time.monotonic() + options.timeout
-    with Client.connect(options.runtime_dir, name="cache", timeout_s=options.timeout) as client:
+    with Progress("cache", "the daemon has not answered yet"):
+        connected = Client.connect(options.runtime_dir, name="cache", timeout_s=options.timeout)
+    with connected as client:
         ends = threading.Timer(max(0.0, ends_at - time.monotonic()), client.close)  # whatever the action asks then
         ends.daemon = True
         ends.start()
@@ -77,7 +79,7 @@ def _list(client: Client, options: argparse.Namespace) -> int:
             print(json_line(one))
     else:
         head = ("hash", "tiers", "MiB", "pages", "group", "layout", "model", "parent", "pinned by")
-        print("\n".join(table("cached blocks", head, [_block_row(one) for one in blocks])))
+        show(table("cached blocks", head, [_block_row(one) for one in blocks]))
     return 0
 
 
@@ -85,15 +87,21 @@ def _pin(client: Client, options: argparse.Namespace) -> int:
     found = client.pin_cached(
         _hashes(options.hashes), pool=options.pool, identity=options.identity, pinned=options.action == "pin"
     )
-    print(f"{found} blocks {options.action}ned")
+    if options.json:
+        print(json_line({"blocks": found, "pinned": options.action == "pin"}))
+    else:
+        print(f"{found} blocks {options.action}ned")
     return 0 if found else 1
 
 
 def _evict(client: Client, options: argparse.Namespace) -> int:
     hashes = _hashes(options.hashes) if options.action == "evict" else None
     done = client.evict_cached(hashes, pool=options.pool, identity=options.identity)
-    kept = f"; {done.kept} are pinned and stay" if done.kept else ""
-    print(f"{done.blocks} blocks dropped, {done.size_bytes / MIB:.1f} MiB{kept}")
+    if options.json:
+        print(json_line({"blocks": done.blocks, "size_bytes": done.size_bytes, "kept": done.kept}))
+    else:
+        kept = f"; {done.kept} are pinned and stay" if done.kept else ""
+        print(f"{done.blocks} blocks dropped, {done.size_bytes / MIB:.1f} MiB{kept}")
     return 0
 
 
@@ -104,14 +112,17 @@ def _snapshots(client: Client, options: argparse.Namespace) -> int:
             print(json_line(one))
     else:
         head = ("snapshot", "pool", "model", "pages", "tokens", "MiB", "age s", "session", "state", "restores")
-        print("\n".join(table("snapshots", head, [_snapshot_row(one) for one in snapshots])))
+        show(table("snapshots", head, [_snapshot_row(one) for one in snapshots]))
     return 0
 
 
 def _drop(client: Client, options: argparse.Namespace) -> int:
     for name in options.snapshots:
         dropped = client.drop_snapshot(name)
-        print(f"{name} {'is dropped when its restores are done' if dropped.deferred else 'dropped'}")
+        if options.json:
+            print(json_line({"snapshot": name, "deferred": dropped.deferred}))
+        else:
+            print(f"{name} {'is dropped when its restores are done' if dropped.deferred else 'dropped'}")
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from kvferry.clients.cli import main
 from kvferry.clients.cli.console import WORKED
+from kvferry.protocol import programs
 from kvferry.protocol.errors import MisuseError
 
 SHELLS: Final = ("bash", "zsh")
@@ -40,8 +41,8 @@ def whole_parser(file: object = None) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND")
     for name, purpose in main.PURPOSES.items():
         command = commands.add_parser(name, help=purpose, description=purpose)
-        if name in main.MODULES:
-            getattr(importlib.import_module(main.MODULES[name]), f"add_{name}")(command)
+        declared = importlib.import_module(main.MODULES[name]) if name in main.MODULES else programs
+        getattr(declared, f"add_{name}")(command)
         _complete_files(command, file)
     return parser
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from kvferry.clients.cli.console import BAD_INPUT, WORKED, shown, table
+from kvferry.clients.cli.console import BAD_INPUT, WORKED, show, shown, table
 from kvferry.pools.host.placement import offer
 from kvferry.protocol.config import values
 from kvferry.protocol.config.load import ReadConfig, read_config
@@ -66,4 +66,4 @@ def _show(read: ReadConfig, *, as_json: bool) -> None:
         print(json_line(found))
         return
     rows = [(key, values.shown(key, one["value"]), one["source"]) for key, one in found["values"].items()]
-    print("\n".join(map(printable, list(table("configuration", ("key", "value", "from"), rows))[1:])))
+    show(table("configuration", ("key", "value", "from"), rows))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 import zmq
 
+from kvferry.clients.cli.progress import INTERVAL_S, Progress
 from kvferry.clients.daemon_socket import LAST_WORDS_MS, find_runtime_dir, no_answer, open_control_socket
 from kvferry.protocol.base import AnsweredBy, ReplyBody, RequestBody
 from kvferry.protocol.conversation import Arrived, Conversation
@@ -36,8 +37,9 @@ class Connection:
 
     welcome: Welcome
 
-    def __init__(self, runtime_dir: str, channel: SessionChannel | None, ends_at: float) -> None:
+    def __init__(self, name: str, runtime_dir: str, channel: SessionChannel | None, ends_at: float) -> None:
         """Use ``open``."""
+        self._name = name
         self._ends_at = ends_at
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = open_control_socket(self._context, runtime_dir)
@@ -100,7 +102,7 @@ class Connection:
 
             opening = SessionOpen(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, name=name, instance=instance)
             channel = SessionChannel.open(directory, opening, timeout_s)
-        connection = cls(directory, channel, ends_at)
+        connection = cls(name, directory, channel, ends_at)
         hello = Hello(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, client=name)
         try:
             connection.welcome = connection.call(hello, timeout_s=max(0.0, ends_at - time.monotonic()))
@@ -190,12 +192,17 @@ class Connection:
             KvferryError: it was refused, no reply came in time, or the daemon is gone.
         """
         ends_at = time.monotonic() + timeout_s
+        progress = Progress(self._name, "the daemon has not answered yet")
         number = self.send(body, deadline_s=timeout_s if deadline_s is None else deadline_s)
-        while (left_s := ends_at - time.monotonic()) > 0:
-            arrived = self.take(left_s)
-            if arrived is None or arrived.message_id != number:
-                continue
-            if arrived.error is not None:
-                raise arrived.error
-            return cast("ReplyT", arrived.body)  # decoded as its reply
+        try:
+            while (left_s := ends_at - time.monotonic()) > 0:
+                arrived = self.take(min(left_s, INTERVAL_S))
+                if arrived is None or arrived.message_id != number:
+                    progress.look()
+                    continue
+                if arrived.error is not None:
+                    raise arrived.error
+                return cast("ReplyT", arrived.body)  # decoded as its reply
+        finally:
+            progress.end()
         raise DeadlineError(f"the daemon's reply did not come within {timeout_s:g} s")

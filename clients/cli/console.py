@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -124,11 +126,35 @@ def status_of(error: KvferryError) -> int:
     return BAD_INPUT if error.code in _INPUT_ERRORS else FAILED
 
 
-# -- plain text tables: a title, a header, and columns as wide as their widest cell.
+# -- plain text: lines, and tables with a title, a header, and columns as wide as their widest cell.
+
+INDENT: Final = 2
+FURTHER: Final = 6
+"""Spaces before a row, and before what of it does not fit into its first line."""
 
 
-def table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterable[str]:
-    """Yield a table's lines, beginning with an empty one; a table without rows is one line that says so."""
+def show(lines: Iterable[str]) -> int:
+    """Print lines, but empty ones at the beginning; return the exit status of success. A terminal gets them wrapped."""
+    room = terminal_columns()
+    for line in map(printable, itertools.dropwhile(lambda line: not line, lines)):
+        for part in _wrapped(line, room) if room and len(line) > room else (line,):
+            print(part)
+    return WORKED
+
+
+def _wrapped(line: str, room: int) -> Sequence[str]:
+    import textwrap  # noqa: PLC0415  few lines need it
+
+    indent = " " * (FURTHER if line.startswith(" ") else INDENT)
+    return textwrap.wrap(line, room, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]], room: int | None = None) -> Iterable[str]:
+    """Yield a table's lines, beginning with an empty one; a table without rows is one line that says so.
+
+    Where ``room``, by default the terminal's columns, does not suffice, each row is on several lines, like the header;
+    0: any width will do.
+    """
     yield ""
     if not rows:
         yield f"no {title}"
@@ -136,5 +162,30 @@ def table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> 
     cells = [list(head), *([printable(str(cell)) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
     yield title
+    lines = list(_lines_of(widths, terminal_columns() if room is None else room))
     for row in cells:
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        indent = INDENT
+        for columns in lines:
+            yield " " * indent + "  ".join(row[column].ljust(widths[column]) for column in columns).rstrip()
+            indent = FURTHER
+
+
+def terminal_columns() -> int:
+    """Return how wide the terminal is to which standard output goes; 0: it is none."""
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 0
+    except OSError:
+        return 0
+
+
+def _lines_of(widths: Sequence[int], room: int) -> Iterable[list[int]]:
+    """Yield the columns of each line of a row: as many as fit, at least one."""
+    line: list[int] = []
+    used = INDENT
+    for column, width in enumerate(widths):
+        if line and room and used + width > room:
+            yield line
+            line, used = [], FURTHER
+        line.append(column)
+        used += width + 2
+    yield line

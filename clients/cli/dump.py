@@ -22,11 +22,12 @@ import msgspec
 
 from kvferry.clients.cli.configuration import found_values
 from kvferry.clients.cli.connection import Connection
-from kvferry.clients.cli.console import WORKED, add_daemon, table
+from kvferry.clients.cli.console import WORKED, add_daemon, show, table
 from kvferry.clients.cli.doctor.command import examine
 from kvferry.clients.cli.doctor.host import Host, run_child
 from kvferry.clients.cli.events import remembered
 from kvferry.clients.cli.inspect import ask
+from kvferry.clients.cli.progress import Progress
 from kvferry.clients.daemon_socket import find_runtime_dir
 from kvferry.pools.host.placement import offer
 from kvferry.protocol import VERSION
@@ -47,6 +48,7 @@ def add_dump(command: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_daemon(command)
     command.add_argument("--config", type=Path, metavar="FILE", help="the daemon's file, /etc/kvferry/NAME.toml say")
+    command.add_argument("--json", action="store_true", help="for programs")
     command.add_argument("file", type=Path, nargs="?", metavar="FILE", help="the file to make, a .tar.gz")
 
 
@@ -77,13 +79,18 @@ def dump(options: argparse.Namespace) -> int:
     rows = []
     with file, tarfile.open(fileobj=file, mode="w:gz") as archive:
         for part, text_of in parts.items():
-            text, failure = _tried(text_of)
+            with Progress("dump", part):
+                text, failure = _tried(text_of)
             data = text.encode(errors="replace")
             member = tarfile.TarInfo(f"kvferry-dump-{stamp}/{part}")
             member.size, member.mtime = len(data), int(time.time())
             archive.addfile(member, io.BytesIO(data))
-            rows.append((part, len(data), failure or "-"))
-    print("\n".join(map(printable, list(table("dump", ("part", "bytes", "missing because"), rows))[1:])))
+            rows.append((part, len(data), failure))
+    if options.json:
+        said = [{"part": part, "size_bytes": size, "missing": why} for part, size, why in rows]
+        print(json_line({"file": str(path), "parts": said}))
+        return WORKED
+    show(table("dump", ("part", "bytes", "missing because"), [(*row, why or "-") for *row, why in rows]))
     print(printable(f"{path}: read it before you send it; it names pools, sessions and addresses"))
     return WORKED
 

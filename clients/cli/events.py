@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from kvferry.clients.cli.connection import Connection
-from kvferry.clients.cli.console import WORKED, add_daemon
+from kvferry.clients.cli.console import WORKED, add_daemon, show
 from kvferry.protocol.errors import DaemonLostError, DeadlineError
 from kvferry.protocol.log_messages import MAX_LINES, Log, LogLine
 from kvferry.protocol.printable import json_line, printable
@@ -137,7 +137,7 @@ def _print(page: _Page, boot_id: str, options: argparse.Namespace) -> None:
         if options.json:
             print(json_line(line))
         else:
-            print(printable(_change_text(line) if options.cache else _log_text(line)))
+            show([_change_text(line) if options.cache else _log_text(line)])
     sys.stdout.flush()
 
 

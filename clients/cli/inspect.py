@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from kvferry.clients.cli.connection import Connection
-from kvferry.clients.cli.console import FAILED, WORKED, add_daemon, add_wait, table
+from kvferry.clients.cli.console import FAILED, WORKED, add_daemon, add_wait, show, table
 from kvferry.protocol.printable import json_line, printable
 from kvferry.protocol.session_messages import (
     DescriptorsStatus,
@@ -33,6 +33,7 @@ GIB = 1 << 30
 def add_ping(command: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_daemon(command)
+    command.add_argument("--json", action="store_true", help="for programs")
 
 
 def ping(options: argparse.Namespace) -> int:
@@ -41,9 +42,13 @@ def ping(options: argparse.Namespace) -> int:
         started = time.perf_counter()
         pong = connection.call(Ping(), timeout_s=connection.left_s)
         elapsed_us = (time.perf_counter() - started) * 1e6
-        version = connection.welcome.daemon_version
+        version, boot_id = connection.welcome.daemon_version, connection.boot_id
+    if options.json:
+        said = {"boot_id": boot_id, "daemon_version": version, "round_trip_us": round(elapsed_us)}
+        print(json_line({**said, "refuses_transfers": pong.refuses_transfers}))
+    else:
         but = "; it accepts no new transfers: it ends or is drained" if pong.refuses_transfers else ""
-        print(printable(f"kvferry {version} boot {connection.boot_id[:8]} answers in {elapsed_us:.0f} us{but}"))
+        print(printable(f"kvferry {version} boot {boot_id[:8]} answers in {elapsed_us:.0f} us{but}"))
     return FAILED if pong.refuses_transfers else WORKED
 
 
@@ -60,7 +65,7 @@ def status(options: argparse.Namespace) -> int:
     if options.json:
         print(json_line({"boot_id": boot_id, **msgspec.to_builtins(report)}))
     else:
-        print("\n".join(map(printable, status_lines(report, boot_id))))
+        show(status_lines(report, boot_id))
     return 0
 
 

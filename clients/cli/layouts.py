@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.clients.cli.console import print_json, read_json, refuse, table
+from kvferry.clients.cli.console import print_json, read_json, refuse, show, table
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.layouts.models import DEFAULT_PAGE_SIZE, DEFAULT_REQUESTS, MODELS, model_spec
 from kvferry.pools.planning.arrays import engine_lists
@@ -28,7 +28,9 @@ def add_layout(command: argparse.ArgumentParser) -> None:
     what.add_argument("--model", metavar="NAME", help="a well-known model: show the memory that its pool needs")
     what.add_argument("--models", action="store_true", help="list the models")
     command.add_argument(
-        "--json", action="store_true", help="for programs: errors, and with --model its spec and manifest"
+        "--json",
+        action="store_true",
+        help="for programs: errors, specs and sizes",
     )
     of_model = command.add_argument_group("of the model's pool")
     of_model.add_argument(
@@ -54,8 +56,7 @@ def layout(options: argparse.Namespace) -> int:
     """Print a spec's manifest, a model's sizes, or the models."""
     try:
         if options.models:
-            print("\n".join(_model_lines()))
-            return 0
+            return print_json(_models_as_json()) if options.json else show(_model_lines())
         if options.model is None:
             return print_json(_as_json(manifest_of(read_json(options.file, PoolSpec))))  # type: ignore[arg-type]
         spec = _spec_of(options)
@@ -64,8 +65,7 @@ def layout(options: argparse.Namespace) -> int:
         return refuse("layout", error, as_json=options.json)
     if options.json:
         return print_json({"spec": spec, **_as_json(manifest)})
-    print("\n".join(_size_lines(options, spec, manifest)))
-    return 0
+    return show(_size_lines(options, spec, manifest))
 
 
 def _as_json(manifest: Manifest) -> dict[str, Any]:
@@ -127,6 +127,11 @@ def _model_lines() -> Iterable[str]:
     yield from table("models", head, [_model_row(name) for name in MODELS])
     yield ""
     yield f"For a single rank, with pages of {DEFAULT_PAGE_SIZE} tokens and the model's own dtype of keys and values."
+
+
+def _models_as_json() -> dict[str, Any]:
+    specs = {name: model_spec(name, tokens=DEFAULT_TOKENS) for name in MODELS}
+    return {name: {"spec": spec, "memory": space_sizes(manifest_of(spec))} for name, spec in specs.items()}
 
 
 def _model_row(name: str) -> Sequence[object]:

@@ -9,13 +9,12 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from kvferry.clients.cli.console import BAD_INPUT, WORKED, print_json, read_json, refuse, shown, table
+from kvferry.clients.cli.console import BAD_INPUT, WORKED, print_json, read_json, refuse, show, shown, table
 from kvferry.clients.cli.dry_run import DryRun, Part, PlanInput, dry_run
 from kvferry.pools.planning.pairing import Pair
 from kvferry.pools.planning.plan import Plan
 from kvferry.protocol.errors import KvferryError
 from kvferry.protocol.manifests import Entry
-from kvferry.protocol.printable import printable
 
 # -- ``kvferry plan --explain``: what a dry run decided and why, for people and as JSON.
 
@@ -328,5 +327,5 @@ def _print_explanation(given: PlanInput, run: DryRun, *, as_json: bool) -> int:
     if as_json:
         print_json(explanation)
     else:
-        print("\n".join(map(printable, lines_of(explanation))).lstrip("\n"))
+        show(lines_of(explanation))
     return BAD_INPUT if run.error else WORKED

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from kvferry.clients.cli.console import WORKED, add_daemon, table
+from kvferry.clients.cli.console import WORKED, add_daemon, show, table
 from kvferry.clients.cli.inspect import ask
-from kvferry.protocol.printable import json_line, printable
+from kvferry.protocol.printable import json_line
 from kvferry.protocol.session_messages import PoolStatus, SpaceStatus, Status, StatusReport
 
 
@@ -25,7 +25,7 @@ def pools(options: argparse.Namespace) -> int:
     if options.json:
         print(json_line({"boot_id": boot_id, "pools": msgspec.to_builtins(report.pools)}))
     else:
-        print("\n".join(map(printable, pool_lines(report))))
+        show(pool_lines(report))
     return WORKED
 
 

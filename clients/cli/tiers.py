@@ -8,9 +8,9 @@ from typing import Final
 
 import msgspec
 
-from kvferry.clients.cli.console import WORKED, add_daemon, table
+from kvferry.clients.cli.console import WORKED, add_daemon, show, table
 from kvferry.clients.cli.inspect import ask
-from kvferry.protocol.printable import json_line, printable
+from kvferry.protocol.printable import json_line
 from kvferry.protocol.session_messages import Status, StatusReport, TierStatus
 
 GIB: Final = 1 << 30
@@ -30,7 +30,7 @@ def tiers(options: argparse.Namespace) -> int:
         said = {"tiers": report.tiers, "found": found_in(report.counters), "operations": report.operations}
         print(json_line({"boot_id": boot_id, **msgspec.to_builtins(said)}))
     else:
-        print("\n".join(map(printable, tier_lines(report))))
+        show(tier_lines(report))
     return WORKED
 
 

@@ -13,11 +13,11 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from kvferry.clients.cli.console import WORKED, add_daemon, seconds, table
+from kvferry.clients.cli.console import WORKED, add_daemon, seconds, show, table
 from kvferry.clients.cli.inspect import ask, names_of_sessions
 from kvferry.clients.daemon_socket import find_runtime_dir
 from kvferry.protocol.errors import InvalidFieldError, KvferryError
-from kvferry.protocol.printable import json_line, printable
+from kvferry.protocol.printable import json_line
 from kvferry.protocol.session_messages import EndedTransfer, Status, StatusReport, TransferStatus
 from kvferry.protocol.settings import CONTROL_SOCKET, PEER_SOCKET
 
@@ -80,8 +80,7 @@ def transfers(options: argparse.Namespace) -> int:
     if options.json:
         print(json_line({"boot_id": boot_id, "daemons": [_plain(one) for one in every]}))
         return WORKED
-    for number, one in enumerate(every):
-        print("\n" * (number > 0) + "\n".join(map(printable, _lines(one, options))))
+    show(line for one in every for line in ("", *_lines(one, options)))
     return WORKED
 
 

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 
 from kvferry.clients.cli.console import WORKED
 from kvferry.protocol.errors import AccessDeniedError, ConfigError
+from kvferry.protocol.printable import json_line
 
 SHARED: Final = "share/kvferry/systemd"
 """Below the prefix of an installed package; a checkout has them in ``systemd``."""
@@ -54,6 +55,7 @@ class UnitFile(NamedTuple):
 def add_systemd(command: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     command.add_argument("--install", action="store_true", help="write the files; without it they are only named")
+    command.add_argument("--json", action="store_true", help="for programs")
     command.add_argument("--root", type=Path, default=Path("/"), metavar="DIR", help="of an image, in place of /")
 
 
@@ -72,7 +74,8 @@ def systemd(options: argparse.Namespace) -> int:
             f"the units hide {hidden} from the daemon, and {command} is there",
             remedy="install kvferry in an environment elsewhere, /opt/kvferry say",
         )
-    for file in unit_files(folder, command, systemd_version()):
+    files = list(unit_files(folder, command, systemd_version()))
+    for file in files:
         target = options.root / file.path
         if options.install:
             try:
@@ -80,7 +83,11 @@ def systemd(options: argparse.Namespace) -> int:
                 target.write_text(file.text)
             except OSError as cause:
                 raise AccessDeniedError(f"{target}: {cause.strerror}", remedy="run it as root") from cause
-        print(f"{'wrote' if options.install else 'would write'} {target}")
+        if not options.json:
+            print(f"{'wrote' if options.install else 'would write'} {target}")
+    if options.json:
+        print(json_line({"files": [str(options.root / one.path) for one in files], "written": options.install}))
+        return WORKED
     print(NEXT.format(example=folder / "kvferry.toml", folder=folder))
     return WORKED
 

@@ -13,6 +13,7 @@ from kvferry.daemon.process.access import DIRECTORY_MODE, KEEPER_SOCKET
 from kvferry.daemon.process.host import ServiceManager
 from kvferry.pools.host.placement import offer
 from kvferry.pools.tiers.own_folder import OwnFolder
+from kvferry.protocol import programs
 from kvferry.protocol.config.load import load_config
 from kvferry.protocol.errors import AccessDeniedError, ConfigError, KvferryError
 from kvferry.protocol.settings import runtime_dirs
@@ -27,8 +28,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     parser = argparse.ArgumentParser(
         prog="kvferry keeper", description="Keep the NPU memory of this node's pools from one daemon to the next."
     )
-    parser.add_argument("--config", type=Path, help="the daemon's TOML file")
-    parser.add_argument("--runtime-dir", type=Path, metavar="DIR", help="the daemon's; overrides the configuration")
+    programs.add_keeper(parser)
     options = parser.parse_args(arguments)
     try:
         config = load_config(options.config, offer(), os.environ)

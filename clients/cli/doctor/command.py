@@ -6,7 +6,6 @@ A check that raises does not stop the others: it becomes a finding itself.
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
@@ -16,10 +15,11 @@ from typing import Final
 
 import msgspec
 
-from kvferry.clients.cli.console import add_daemon, table
+from kvferry.clients.cli.console import add_daemon, table, terminal_columns
 from kvferry.clients.cli.doctor import kernel, npus, ports, running, tiers, trials, unit, wheels
 from kvferry.clients.cli.doctor.host import Finding, Host, exit_status, summary
 from kvferry.clients.cli.doctor.needs import Needs, read_needs
+from kvferry.clients.cli.progress import Progress
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.printable import json_line, printable
 
@@ -72,7 +72,8 @@ def doctor(options: argparse.Namespace) -> int:
     """
     _check_readable(options.config)
     host = Host.this_one(options.user)
-    findings = examine(host, options)
+    with Progress("doctor", "looking at this host"):
+        findings = examine(host, options)
     status = exit_status(findings.values())
     if options.json:
         report = {
@@ -81,8 +82,7 @@ def doctor(options: argparse.Namespace) -> int:
         }
         print(json_line(report))
     else:
-        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-        print("\n".join(map(printable, lines(findings, columns))))
+        print("\n".join(map(printable, lines(findings, terminal_columns()))))
     return status
 
 
@@ -135,7 +135,7 @@ def lines(findings: Mapping[str, Finding], columns: int = 0) -> Iterable[str]:
         said = wrap(one.found) or [""]
         fix = wrap(f"-> {one.fix}", subsequent_indent="   ") if one.fix else []
         rows += [(name, one.state, said[0]), *(("", "", more) for more in (*said[1:], *fix))]
-    yield from list(table("host", _HEAD, rows))[2:]
+    yield from list(table("host", _HEAD, rows, room=0))[2:]
     yield ""
     yield summary(findings)
 

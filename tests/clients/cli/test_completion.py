@@ -49,6 +49,8 @@ def test_bash_completes_what_there_is(script: Path) -> None:
     assert completed(script, "config", "") == {"show", "check"}
     assert completed(script, "config", "check", "--config", "kvferry.t") == {"kvferry.toml"}
     assert completed(script, "completion", "") >= {"bash", "zsh"}
+    assert completed(script, "daemon", "--k") == {"--keep"}
+    assert completed(script, "keeper", "--config", "kvferry.t") == {"kvferry.toml"}
 
 
 def test_zsh_has_a_script_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
