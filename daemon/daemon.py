@@ -10,11 +10,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from functools import partial
-from http import HTTPStatus
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple, Self
 
 import msgspec
 import numpy.ma  # noqa: F401  numpy imports it at the first unique(), when there may be no descriptor left
@@ -23,7 +22,7 @@ import uvloop
 
 from kvferry.daemon.control.control_socket import ControlSocket, listening_on
 from kvferry.daemon.control.dispatch import Dispatcher, OpenCall
-from kvferry.daemon.control.http_socket import Asker, HttpAnswer, HttpSocket, plain
+from kvferry.daemon.control.http_socket import HttpSocket
 from kvferry.daemon.control.kept_bytes import ConnectionBytes
 from kvferry.daemon.control.loop_lag import LoopLag
 from kvferry.daemon.control.metrics import Counters
@@ -31,7 +30,7 @@ from kvferry.daemon.control.self_ping import SelfPing
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Session, SessionRegistry
 from kvferry.daemon.peers.links import Heartbeat, PeerLinks
-from kvferry.daemon.process.access import RuntimeDirectory, may_see_all
+from kvferry.daemon.process.access import RuntimeDirectory
 from kvferry.daemon.process.descriptors import PER_POOL, PER_REGION, PER_SESSION, Descriptors, raise_limit
 from kvferry.daemon.process.device_keeper import DeviceKeeper, Fence, open_keeper
 from kvferry.daemon.process.devices import CHECK_S, Devices
@@ -50,12 +49,12 @@ from kvferry.daemon.services import metric_sources
 from kvferry.daemon.services.adoption import Adoption
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.log_reader import LogReader
-from kvferry.daemon.services.metric_catalogue import DRAINING, INFO, LISTENING, Sample
 from kvferry.daemon.services.metrics import Metrics
+from kvferry.daemon.services.overview import Overview, Parts
 from kvferry.daemon.services.peer_transfers import PeerMessenger, PeerTransferService
 from kvferry.daemon.services.pool_registry import LostPools, PoolRegistry
 from kvferry.daemon.services.pools import HostResources, PoolService
-from kvferry.daemon.services.status_view import seen_by
+from kvferry.daemon.services.readiness import Readiness
 from kvferry.daemon.services.tables import TableService
 from kvferry.daemon.services.tiers import Tiers
 from kvferry.daemon.services.transfer_effects import Movers, TransferEffects
@@ -78,11 +77,10 @@ from kvferry.pools.host.memory import kept_bytes, smallest_limit
 from kvferry.pools.host.placement import offer
 from kvferry.pools.pool import Pool
 from kvferry.protocol import VERSION, programs
-from kvferry.protocol.config.load import load_config
+from kvferry.protocol.config.load import read_config
 from kvferry.protocol.config.schema import Config
-from kvferry.protocol.config.values import changes, values_of
+from kvferry.protocol.config.values import changes, sourced, values_of
 from kvferry.protocol.errors import (
-    AccessDeniedError,
     ConfigError,
     DaemonLostError,
     DeviceLostError,
@@ -92,13 +90,8 @@ from kvferry.protocol.errors import (
 from kvferry.protocol.ids import new_boot_id
 from kvferry.protocol.limits import Limits, agree
 from kvferry.protocol.session_messages import (
-    Drain,
-    Drained,
+    ConfiguredValue,
     Hello,
-    Pong,
-    SessionStatus,
-    Status,
-    StatusReport,
     Welcome,
 )
 from kvferry.protocol.session_stream import RegionRequest
@@ -110,9 +103,6 @@ IN_FLIGHT_BYTES: Final = 128 << 20
 
 PINGS_PER_WATCHDOG: Final = 4
 """So many pings fit into the time that the service manager's watchdog leaves."""
-
-REPORT_KEPT: Final = 10.0
-"""Unauthenticated clients are given a STATUS again for as many times its processor time: a tenth of the work."""
 
 EXIT_BAD_INPUT = 2
 EXIT_DEVICE_LOST = 3
@@ -143,10 +133,29 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True):
 DEFAULT_TUNING: Final = Tuning()
 
 
+class Surroundings(NamedTuple):
+    """What a daemon's process has for it."""
+
+    inherited: Inherited
+    """The descriptors that the service manager has passed. The daemon's parts take theirs by name while they are built;
+    ``serve`` closes the rest."""
+    store: FdStore
+    """What keeps pools and sessions for the next daemon; ``NoStore``: they end with this one."""
+    keeper: DeviceKeeper | None
+    """Who keeps the memory of pools on devices for it."""
+    lines: LogLines
+    """What remembers the log's last lines."""
+    configuration: Mapping[str, ConfiguredValue]
+    """The values of the configuration, and where they come from."""
+
+    @classmethod
+    def of_none(cls, store: FdStore | None = None) -> Self:
+        """Return those of a process that has nothing, but for a store."""
+        return cls(Inherited(), store or NoStore(), None, LogLines(), {})
+
+
 class Daemon:
     """All parts of the daemon, put together: who is built from what, and in which order they start and end."""
-
-    _is_ready = False
 
     def __init__(
         self,
@@ -155,10 +164,7 @@ class Daemon:
         stopping: asyncio.Event,
         network: NetworkMemory | None = None,
         tuning: Tuning = DEFAULT_TUNING,
-        inherited: Inherited | None = None,
-        store: FdStore | None = None,
-        keeper: DeviceKeeper | None = None,
-        lines: LogLines | None = None,
+        surroundings: Surroundings | None = None,
     ) -> None:
         """Build everything on the running loop.
 
@@ -168,11 +174,7 @@ class Daemon:
             stopping: set from outside or, where a device is lost, by the daemon itself: ``serve`` ends then.
             network: what transfers between hosts go by; see ``open_network``. It is the daemon's from now on.
             tuning: what it chooses itself.
-            inherited: the descriptors that the service manager has passed. Its parts take theirs by name while they
-                are built; ``serve`` closes the rest.
-            store: what keeps pools and sessions for the next daemon; without one they end with this one.
-            keeper: who keeps the memory of pools on devices for it.
-            lines: what remembers the log's last lines.
+            surroundings: what its process has for it.
 
         Raises:
             ConfigError: an address cannot be listened on, or tiers lack what they need.
@@ -181,15 +183,12 @@ class Daemon:
         self._config = config
         self._directory = directory
         self._tuning = tuning
-        self._inherited = inherited or Inherited()
+        self._inherited, store, keeper, lines, configuration = surroundings or Surroundings.of_none()
         may_keep_bytes = kept_bytes(smallest_limit().size_bytes)
         self._limits = limits = (tuning.limits or config.announced).within(may_keep_bytes)
         connection_bytes = ConnectionBytes(may_keep_bytes // 2)
         self._loop = loop = asyncio.get_running_loop()
-        self._started_at = time.monotonic()
         self._stopping = stopping
-        self._last_reports: dict[Status, tuple[StatusReport, float]] = {}
-        """By what was asked: the last report, and until when it is given again."""
         self.counters = counters = Counters()
         # -- what engines, operators and other daemons talk to
         self._control_path = directory.path / CONTROL_SOCKET
@@ -232,7 +231,7 @@ class Daemon:
             resume_grace_s=config.service.resume_grace_s,
         )
         self._adoption = Adoption(
-            store or NoStore(), self.boot_id, self._sessions, self._session_socket, self._registry, counters, keeper
+            store, self.boot_id, self._sessions, self._session_socket, self._registry, counters, keeper
         )
         self._fetcher = started_threads(FETCH_THREADS, "fetch")
         self._rings = EventRings(
@@ -336,11 +335,14 @@ class Daemon:
             self._adoption,
         )
         self._upgrade = UpgradeService(self._dispatcher, self._control.user_of, self._adoption, config)
-        # -- metrics
+        # -- what operators ask, and metrics
+        self._readiness = Readiness(
+            self._dispatcher, self._control.user_of, self._transfers, self._ends_or_hands_over, self._listens
+        )
         self._lag = LoopLag(loop)
         self._metrics = self._collecting(state_machine, connection_bytes)
         self._http = self._serving_http(directory)
-        self._answer_without_session(lines or LogLines())
+        self._answer_without_session(lines, configuration)
 
     def _network_transports(
         self, network: NetworkMemory, threads: int, state_machine: TransferStateMachine
@@ -358,10 +360,34 @@ class Daemon:
         sender = NetworkSender(self._links.send, network, self._copier, state_machine.peers, self.counters)
         return receiver, sender
 
+    def _answer_without_session(self, lines: LogLines, configuration: Mapping[str, ConfiguredValue]) -> None:
+        parts = Parts(
+            self.counters,
+            self._sessions,
+            self._session_socket,
+            self._registry,
+            self._pools,
+            self._transfers,
+            self._effects,
+            self._links,
+            self._peers,
+            self._remote,
+            self._devices,
+            self._tables,
+            self._tiers,
+            self._descriptors,
+            self._readiness,
+            configuration,
+        )
+        Overview(self._dispatcher, self._control, parts)
+        LogReader(self._dispatcher, self._control.user_of, lines)
+        self._dispatcher.handle_open("HELLO", self._hello)
+        self._dispatcher.check_complete()
+
     def _collecting(self, state_machine: TransferStateMachine, connections: ConnectionBytes) -> Metrics:
         kept, payloads = self._dispatcher.kept, state_machine.payloads
         sources = (
-            self._own_samples,
+            self._readiness.samples,
             metric_sources.of_counters(self.counters),
             metric_sources.of_pools(self._registry),
             metric_sources.of_sessions(self._sessions, self._session_socket),
@@ -379,16 +405,8 @@ class Daemon:
     def _serving_http(self, directory: RuntimeDirectory) -> HttpSocket:
         address = self._config.metrics.listen
         by_tcp = [] if address is None else [listening_on(address, "metrics.listen")]
-        pages = {"/metrics": self._metrics.page, "/healthz": self._healthz, "/readyz": self._readyz}
+        pages = {"/metrics": self._metrics.page, "/healthz": self._readiness.healthz, "/readyz": self._readiness.readyz}
         return HttpSocket([directory.listen(METRICS_SOCKET).socket, *by_tcp], pages)
-
-    def _answer_without_session(self, lines: LogLines) -> None:
-        LogReader(self._dispatcher, self._control.user_of, lines)
-        self._dispatcher.handle_open("HELLO", self._hello)
-        self._dispatcher.handle_open("PING", lambda _call: Pong(refuses_transfers=self._refuses_transfers))
-        self._dispatcher.handle_open("DRAIN", self._drain_or_not)
-        self._dispatcher.handle_open("STATUS", self._status)
-        self._dispatcher.check_complete()
 
     async def serve(self, manager: ServiceManager) -> None:
         """Serve until it is stopping, then let running transfers finish and give everything back.
@@ -420,7 +438,7 @@ class Daemon:
         await self_ping.check()
         if manager.watchdog_s is not None:
             self_ping.watch(manager.watchdog_s / PINGS_PER_WATCHDOG, manager.alive)
-        self._is_ready = True
+        self._readiness.serves = True
         manager.ready(f"serving, boot id {self.boot_id}")
         log.info("serving", boot_id=self.boot_id, pid=os.getpid(), version=VERSION)
         try:
@@ -591,6 +609,12 @@ class Daemon:
         self._redeem(asked)
         return self._registry.region_of(asked)
 
+    def _ends_or_hands_over(self) -> bool:
+        return self._stopping.is_set() or self._upgrade.ready.is_set()
+
+    def _listens(self) -> bool:
+        return self._control.is_listening and self._session_socket.is_listening and self._links.is_listening
+
     def _hello(self, call: OpenCall) -> Welcome:
         if not isinstance(call.body, Hello):
             raise MalformedError("no HELLO")
@@ -600,112 +624,13 @@ class Daemon:
             limits=self._limits,
         )
 
-    def _status(self, call: OpenCall) -> StatusReport:
-        asked = call.body
-        assert isinstance(asked, Status), asked
-        user = self._control.user_of(call.identity)
-        if self._control.is_of_session(call.identity):
-            return seen_by(self._report(asked), user)
-        now_s, worked_s = time.monotonic(), time.thread_time()
-        report, until_s = self._last_reports.get(asked, (None, 0.0))
-        if report is None or now_s >= until_s:
-            report = self._report(asked)
-            self._last_reports[asked] = report, now_s + REPORT_KEPT * (time.thread_time() - worked_s)
-        return seen_by(report, user)
-
-    @property
-    def _is_draining(self) -> bool:
-        return self._stopping.is_set() or self._upgrade.ready.is_set()
-
-    @property
-    def _refuses_transfers(self) -> bool:
-        return self._is_draining or self._transfers.drained
-
-    def _drain_or_not(self, call: OpenCall) -> Drained:
-        body, user = call.body, self._control.user_of(call.identity)
-        assert isinstance(body, Drain), body
-        if not may_see_all(user):
-            raise AccessDeniedError(
-                f"DRAIN refuses others' transfers: user {user} is neither root nor the daemon's own user {os.geteuid()}"
-            )
-        live = len(self._transfers.status())
-        if self._transfers.drained != body.drain:
-            log.warning("drained" if body.drain else "undrained", user=user, transfers=live)
-        self._transfers.drained = body.drain
-        return Drained(transfers=live)
-
-    @property
-    def _is_listening(self) -> bool:
-        return self._control.is_listening and self._session_socket.is_listening and self._links.is_listening
-
-    async def _healthz(self, _asker: Asker) -> HttpAnswer:
-        return plain(HTTPStatus.OK)
-
-    async def _readyz(self, _asker: Asker) -> HttpAnswer:
-        """Answer whether engines should come here."""
-        reasons = (
-            (self._is_draining, "draining"),
-            (self._transfers.drained, "drained"),
-            (not self._is_ready, "starting"),
-            (not self._is_listening, "no descriptor is left"),
-        )
-        why = next((text for is_so, text in reasons if is_so), None)
-        return plain(HTTPStatus.OK) if why is None else plain(HTTPStatus.SERVICE_UNAVAILABLE, why)
-
-    def _own_samples(self, _asker: Asker) -> Iterator[Sample]:
-        yield Sample(INFO, (VERSION,), 1)
-        yield Sample(DRAINING, (), self._refuses_transfers)
-        yield Sample(LISTENING, (), self._is_listening)
-
-    def _report(self, asked: Status) -> StatusReport:
-        owned = self._registry.pages_by_owner()
-        return StatusReport(
-            daemon_version=VERSION,
-            pid=os.getpid(),
-            uptime_ms=round((time.monotonic() - self._started_at) * 1000),
-            draining=self._is_draining,
-            drained=self._transfers.drained,
-            pools=self._pools.status(holders=asked.holders),
-            sessions=tuple(
-                SessionStatus(
-                    session=one.session_id,
-                    name=one.name,
-                    tenant=one.tenant,
-                    pid=one.peer.pid,
-                    pages=owned.get(one.owner_id, 0),
-                    transfers=self._transfers.live(one.session_id),
-                    unacknowledged_events=len(one.unacknowledged),
-                    connected=self._session_socket.is_connected(one),
-                    instance=one.instance,
-                    owner=one.owner_id,
-                    kept_bytes=self._dispatcher.kept.of(one.session_id),
-                    reply_bytes=one.reply_bytes,
-                )
-                for one in self._sessions
-            ),
-            transfers=self._transfers.status(),
-            counters=self.counters.snapshot(),
-            addresses=tuple(self._links.addresses.values()),
-            peers=self._peers.status(),
-            network=self._remote.receiver.status() if self._remote.receiver else None,
-            devices=tuple(self._devices.status()),
-            tables=tuple(self._tables.status()),
-            tiers=tuple(self._tiers.status()),
-            operations=tuple(self._tiers.operations.status()),
-            descriptors=self._descriptors.status(listening=self._is_listening),
-            recent=tuple(self._effects.recorder.ended()) if asked.recent else (),
-        )
-
 
 async def run_daemon(
     config: Config,
     directory: RuntimeDirectory,
     manager: ServiceManager,
     tuning: Tuning = DEFAULT_TUNING,
-    inherited: Inherited | None = None,
-    store: FdStore | None = None,
-    keeper: DeviceKeeper | None = None,
-    lines: LogLines | None = None,
+    surroundings: Surroundings | None = None,
 ) -> None:
     """Serve in a locked runtime directory until a signal asks to end; see ``signals``."""
     stopping = asyncio.Event()
@@ -713,7 +638,7 @@ async def run_daemon(
         keep_freed_memory()
         collect_new_only()
         network = await open_network(config, tuning.network)
-        await Daemon(config, directory, stopping, network, tuning, inherited, store, keeper, lines).serve(manager)
+        await Daemon(config, directory, stopping, network, tuning, surroundings).serve(manager)
 
 
 def main(arguments: list[str] | None = None, tuning: Tuning = DEFAULT_TUNING) -> int:
@@ -731,7 +656,8 @@ def main(arguments: list[str] | None = None, tuning: Tuning = DEFAULT_TUNING) ->
     try:
         predecessor = Predecessor.find()
         copy_kernel.check_switch()
-        config = load_config(options.config, offer(), os.environ)
+        read = read_config(options.config, offer(), os.environ)
+        config = read.accepted()
         path = options.runtime_dir or Path(config.runtime_dir or runtime_dirs(os.environ)[0])
         if predecessor is not None:
             check_kept(predecessor.kept)
@@ -746,13 +672,18 @@ def main(arguments: list[str] | None = None, tuning: Tuning = DEFAULT_TUNING) ->
     try:
         lines = LogLines()
         configure_logs(config.logging, lines)
+        configuration = {
+            key: ConfiguredValue(value=one.value, source=one.source)
+            for key, one in sourced(config, read.sources, os.environ, options.runtime_dir).items()
+        }
         if predecessor is not None:
             log.info("configuration read anew", changed=changes(predecessor.config, values_of(config)))
         with runtime_directory as directory:
             store = open_store(directory.path, inherited, keep=options.keep)
             keeper = open_keeper(directory.path, store, config.keeper.grace_s)
             be_prompt()
-            uvloop.run(run_daemon(config, directory, ServiceManager(), tuning, inherited, store, keeper, lines))
+            surroundings = Surroundings(inherited, store, keeper, lines, configuration)
+            uvloop.run(run_daemon(config, directory, ServiceManager(), tuning, surroundings))
     except KvferryError as error:
         print(f"kvferry daemon: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT if isinstance(error, ConfigError) and not error.retryable else 1

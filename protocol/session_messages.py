@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from kvferry.protocol.base import AnsweredBy, ReplyBody, RingNumber
@@ -71,6 +73,18 @@ class StatusReport(ReplyBody, frozen=True, kw_only=True, tag="STATUS_REPORT"):
     """The last transfers that have ended, the newest first, where STATUS asks for them."""
     drained: bool = False
     """An operator has drained it; see DRAIN."""
+    configuration: dict[str, ConfiguredValue] = msgspec.field(default_factory=dict)
+    """The daemon's own, where STATUS asks for it; empty for others than root and the daemon's own user."""
+
+
+class ConfiguredValue(msgspec.Struct, frozen=True, kw_only=True):
+    """The value of a key of the daemon's configuration, and where it comes from.
+
+    ``source``: ``default``, a file's path, a variable's name after a ``$``, or ``--runtime-dir``.
+    """
+
+    value: Any
+    source: str
 
 
 class OthersStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +119,7 @@ class Status(AnsweredBy[StatusReport], frozen=True, kw_only=True, tag="STATUS"):
 
     A user is shown its own, and totals of what others have; root and the daemon's own user are shown all.
     ``holders``: also who holds the pages of each pool. ``recent``: also the last transfers that have ended.
+    ``configuration``: also that with which the daemon began.
     """
 
     needs_session = False
@@ -113,6 +128,7 @@ class Status(AnsweredBy[StatusReport], frozen=True, kw_only=True, tag="STATUS"):
 
     holders: bool = False
     recent: bool = False
+    configuration: bool = False
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

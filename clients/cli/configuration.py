@@ -6,17 +6,18 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from kvferry.clients.cli.console import BAD_INPUT, WORKED, show, shown, table
+import msgspec
+
+from kvferry.clients.cli.console import BAD_INPUT, WORKED, add_daemon, show, shown, table
+from kvferry.clients.cli.inspect import ask
 from kvferry.pools.host.placement import offer
 from kvferry.protocol.config import values
 from kvferry.protocol.config.load import ReadConfig, read_config
+from kvferry.protocol.errors import AccessDeniedError, MisuseError
 from kvferry.protocol.printable import json_line, printable
-from kvferry.protocol.settings import runtime_dirs
-
-DEFAULT: Final = "default"
-OF_DIRECTORY: Final = ("KVFERRY_RUNTIME_DIR", "XDG_RUNTIME_DIR")
+from kvferry.protocol.session_messages import Status
 
 
 def add_config(command: argparse.ArgumentParser) -> None:
@@ -29,6 +30,9 @@ def add_config(command: argparse.ArgumentParser) -> None:
         action = actions.add_parser(name, help=text, description=text)
         action.add_argument("--config", type=Path, metavar="FILE", help="the daemon's file, /etc/kvferry/NAME.toml say")
         action.add_argument("--json", action="store_true", help="for programs")
+        if name == "show":
+            action.add_argument("--running", action="store_true", help="those of the daemon that runs, as it has them")
+            add_daemon(action)
 
 
 def config(options: argparse.Namespace) -> int:
@@ -36,10 +40,15 @@ def config(options: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: the file cannot be read or parsed.
+        KvferryError: of the running daemon, which does not answer.
     """
+    if options.action == "show" and options.running:
+        return _show_running(options)
     read = read_config(options.config, offer(), os.environ)
     if options.action == "show":
-        _show(read, as_json=options.json)
+        _show(found_values(read), as_json=options.json)
+        if not options.json:
+            print("\nas a daemon has them that starts with this file and environment; --running: the running one's")
     elif options.json:
         print(json_line({"mistakes": [shown(one) for one in read.mistakes]}))
     elif not read.mistakes:
@@ -52,16 +61,33 @@ def config(options: argparse.Namespace) -> int:
 
 def found_values(read: ReadConfig) -> dict[str, Any]:
     """Return, as JSON has them, the ``values``, each with its ``source``, and the ``mistakes``."""
-    found, sources = values.values_of(read.config), dict(read.sources)
-    if found["runtime_dir"] is None:
-        found["runtime_dir"] = runtime_dirs(os.environ)[0]
-        sources["runtime_dir"] = next((f"${name}" for name in OF_DIRECTORY if os.environ.get(name)), DEFAULT)
-    said = {key: {"value": value, "source": sources.get(key, DEFAULT)} for key, value in found.items()}
-    return {"values": said, "mistakes": [shown(one) for one in read.mistakes]}
+    found = values.sourced(read.config, read.sources, os.environ)
+    return {
+        "values": {key: one._asdict() for key, one in found.items()},
+        "mistakes": [shown(one) for one in read.mistakes],
+    }
 
 
-def _show(read: ReadConfig, *, as_json: bool) -> None:
-    found = found_values(read)
+def running_values(options: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Return the ``values`` of the running daemon, and its ``boot_id``.
+
+    Raises:
+        KvferryError: none answers, or this user may not see them.
+    """
+    report, boot_id = ask(options, name, Status(configuration=True))
+    if not report.configuration:
+        raise AccessDeniedError("the daemon shows its configuration to root and its own user alone")
+    return {"boot_id": boot_id, "values": msgspec.to_builtins(report.configuration)}
+
+
+def _show_running(options: argparse.Namespace) -> int:
+    if options.config is not None:
+        raise MisuseError("--running: the daemon has read its file itself", remedy="leave out --config")
+    _show(running_values(options, "config"), as_json=options.json)
+    return WORKED
+
+
+def _show(found: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json_line(found))
         return

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvferry.clients.cli.configuration import found_values
+from kvferry.clients.cli.configuration import found_values, running_values
 from kvferry.clients.cli.connection import Connection
 from kvferry.clients.cli.console import WORKED, add_daemon, show, table
 from kvferry.clients.cli.doctor.command import examine
@@ -144,9 +144,13 @@ def _metrics(options: argparse.Namespace) -> str:
 
 
 def _configuration(options: argparse.Namespace) -> str:
-    """Return what a daemon has that starts with this file and this command's environment."""
+    """Return what the running daemon has, and what one has that starts with this file and this environment."""
     found = found_values(read_config(options.config, offer(), os.environ))
-    return _json({"file": str(options.config or ""), **found})
+    try:
+        running = running_values(options, "dump")
+    except KvferryError as error:
+        running = {"missing": str(error)}
+    return _json({"file": str(options.config or ""), **found, "running": running})
 
 
 def _findings(options: argparse.Namespace) -> str:

@@ -32,6 +32,7 @@ def seen_by(report: StatusReport, user: int | None) -> StatusReport:
         operations=operations,
         tables=tables,
         recent=tuple(one for one in report.recent if one.tenant == user),
+        configuration={},
         others=OthersStatus(
             users=len({one.tenant for one in others} | {one.tenant for one in of_others}),
             pools=len(others),

@@ -40,6 +40,16 @@ class ReadConfig(NamedTuple):
     sources: dict[str, str]
     """By key: the file, or the variable with a ``$``, that gives its value; a key that is not here has its default."""
 
+    def accepted(self) -> Config:
+        """Return the configuration.
+
+        Raises:
+            ConfigError: its first mistake.
+        """
+        for mistake in self.mistakes:
+            raise mistake
+        return self.config
+
 
 def load_config(path: Path | None, offer: HostOffer, environ: Mapping[str, str] = NO_VARIABLES) -> Config:
     """Return the configuration in a TOML file, if there is one, and in environment variables.
@@ -48,10 +58,7 @@ def load_config(path: Path | None, offer: HostOffer, environ: Mapping[str, str] 
         ConfigError: the file cannot be read or parsed, a key is unknown or has a wrong value, two keys exclude each
             other, or the host offers less; names the keys, their values and what is allowed.
     """
-    read = read_config(path, offer, environ)
-    for mistake in read.mistakes:
-        raise mistake
-    return read.config
+    return read_config(path, offer, environ).accepted()
 
 
 def read_config(path: Path | None, offer: HostOffer, environ: Mapping[str, str] = NO_VARIABLES) -> ReadConfig:

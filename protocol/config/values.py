@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from kvferry.protocol.config.schema import Config, Section
-from kvferry.protocol.settings import size_text
+from kvferry.protocol.settings import runtime_dirs, size_text
 
 PREFIX: Final = "KVFERRY_"
 OTHERWISE_GIVEN: Final = "runtime_dir"
 """Whose variable counts less than the file, not more: commands and engines read it, too."""
+
+OF_DIRECTORY: Final = ("KVFERRY_RUNTIME_DIR", "XDG_RUNTIME_DIR")
+DEFAULT: Final = "default"
 
 
 def keys_of(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -37,6 +40,29 @@ def values_of(config: Config) -> dict[str, object]:
         for name in key.split("."):
             value = value[name]
         found[key] = value
+    return found
+
+
+class Sourced(NamedTuple):
+    """A value, and where it comes from: ``DEFAULT``, a file, a variable with a ``$``, or an option."""
+
+    value: object
+    source: str
+
+
+def sourced(
+    config: Config, sources: Mapping[str, str], environ: Mapping[str, str], runtime_dir: object = None
+) -> dict[str, Sourced]:
+    """Return each value with its source; of the runtime directory what a daemon makes of it.
+
+    ``runtime_dir``: by its option, if that is given.
+    """
+    found = {key: Sourced(value, sources.get(key, DEFAULT)) for key, value in values_of(config).items()}
+    if runtime_dir is not None:
+        found[OTHERWISE_GIVEN] = Sourced(str(runtime_dir), "--runtime-dir")
+    elif config.runtime_dir is None:
+        name = next((f"${one}" for one in OF_DIRECTORY if environ.get(one)), DEFAULT)
+        found[OTHERWISE_GIVEN] = Sourced(runtime_dirs(environ)[0], name)
     return found
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvferry.clients import AsyncClient, MhaSpec
-from kvferry.daemon.daemon import Daemon, Tuning
+from kvferry.daemon.daemon import Daemon, Surroundings, Tuning
 from kvferry.daemon.process.access import RuntimeDirectory
 from kvferry.daemon.process.fd_store import FdStore
 from kvferry.daemon.process.host import configure_logs
@@ -51,7 +51,7 @@ async def serving(
     stopping, manager = asyncio.Event(), RecordingServiceManager(watchdog_s)
     with tempfile.TemporaryDirectory(prefix="kvferry-test-") as folder:
         directory = await asyncio.to_thread(RuntimeDirectory(Path(folder) / "run").__enter__)
-        daemon = Daemon(config, directory, stopping, network, tuning=tuning, store=store)
+        daemon = Daemon(config, directory, stopping, network, tuning, Surroundings.of_none(store))
         ends = asyncio.ensure_future(daemon.serve(manager))
         ready = asyncio.ensure_future(manager.is_ready.wait())
         await asyncio.wait([ends, ready], return_when=asyncio.FIRST_COMPLETED)

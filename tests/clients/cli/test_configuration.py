@@ -53,6 +53,32 @@ def test_each_value_says_where_it_comes_from(
     assert ["peers.listen", "-", "default"] in rows
 
 
+def test_a_running_daemon_says_what_it_has_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as its_own:
+        its_own.setenv("KVFERRY_TIERS_POLICY", "lru")
+        with kit.daemon(FILE) as daemon:
+            its_own.undo()
+            where = ("--runtime-dir", str(daemon.runtime_dir))
+            assert main(["config", "show", "--running", "--json", *where]) == 0
+            found: dict[str, Any] = json.loads(capsys.readouterr().out)["values"]
+            assert main(["config", "show", "--running", *where]) == 0
+            rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+            assert main(["config", "show", "--running", "--config", str(tmp_path), *where]) == 1
+            assert "leave out --config" in capsys.readouterr().err
+    assert list(found) == [key for key, _ in keys_of()]
+    assert found["tiers.policy"] == {"value": "lru", "source": "$KVFERRY_TIERS_POLICY"}
+    assert found["tiers.host_bytes"]["value"] == 1 << 30
+    assert Path(found["tiers.host_bytes"]["source"]).suffix == ".toml"
+    assert found["runtime_dir"]["value"] == str(daemon.runtime_dir)
+    assert ["tiers.policy", "lru", "$KVFERRY_TIERS_POLICY"] in rows
+    assert main(["config", "show"]) == 0
+    said = capsys.readouterr().out
+    assert ["tiers.policy", "reuse", "default"] in [line.split() for line in said.splitlines()]
+    assert said.rstrip().endswith("--running: the running one's")
+
+
 def test_check_says_all_that_is_wrong(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,6 +88,10 @@ def test_the_file_has_what_a_report_needs_and_no_secret(
     assert list(values) == [key for key, _ in keys_of()]
     assert values["tiers.host_bytes"] == {"value": 4 << 20, "source": str(file)}
     assert values["tiers.policy"] == {"value": "lru", "source": "$KVFERRY_TIERS_POLICY"}
+    running = json.loads(parts["configuration.json"])["running"]
+    assert running["boot_id"] == status["boot_id"]
+    assert running["values"]["tiers.host_bytes"]["value"] == 4 << 20
+    assert running["values"]["tiers.host_bytes"]["source"] not in {str(file), "default"}, "it is the daemon's own file"
     findings = json.loads(parts["doctor.json"])
     assert findings["configuration"]["found"] == str(file)
     assert str(status["pid"]) in findings["daemon"]["found"]
@@ -138,6 +142,7 @@ def test_another_users_file_names_nothing_of_ours(tmp_path: Path, require: Calla
     assert theirs["events.txt"].startswith("ACCESS_DENIED")
     assert json.loads(theirs["status.json"])["others"]["transfers"] == 1
     assert "kvferry_pool_pages{" in theirs["metrics.txt"]
+    assert "ACCESS_DENIED" in json.loads(theirs["configuration.json"])["running"]["missing"]
     assert "hidden" not in "".join(theirs.values())
 
 
