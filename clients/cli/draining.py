@@ -36,7 +36,7 @@ def drain(options: argparse.Namespace) -> int:
         live = _ask(options, drain=True)
         if not options.json and time.monotonic() - said_at >= 1:
             said_at = time.monotonic()
-            print(f"kvferry drain: {live} sides of transfers are under way", file=sys.stderr, flush=True)
+            print(f"kvferry drain: sides of transfers under way: {live}", file=sys.stderr, flush=True)
     _say(options, drained=True, live=live)
     return FAILED if live and options.wait is not None else WORKED
 
@@ -57,4 +57,4 @@ def _say(options: argparse.Namespace, *, drained: bool, live: int) -> None:
         print(json_line({"drained": drained, "transfers": live}))
     else:
         now = "accepts no new transfers" if drained else "accepts transfers"
-        print(f"the daemon {now}; {live} sides of transfers are under way")
+        print(f"the daemon {now}; sides of transfers under way: {live}")

@@ -28,7 +28,7 @@ def drained(capsys: pytest.CaptureFixture[str]) -> Iterator[tuple[Daemon, Client
         client.ping()
         assert main(["drain", "--runtime-dir", str(daemon.runtime_dir)]) == 0
         said = capsys.readouterr().out
-        assert said == "the daemon accepts no new transfers; 1 sides of transfers are under way\n"
+        assert said == "the daemon accepts no new transfers; sides of transfers under way: 1\n"
         yield daemon, client
 
 

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import struct
 import subprocess
-import sys
-from fcntl import ioctl
 from pathlib import Path
-from termios import TIOCSWINSZ
 from typing import Final
 
 import pytest
@@ -19,29 +13,12 @@ from kvferry.clients import Client, new_request_id, pages
 from kvferry.clients.cli.main import MODULES, main
 from tests import kit
 from tests.kit.daemons import Daemon
+from tests.kit.kvferry_command import COMMAND
 from tests.kit.pools import SPEC
+from tests.kit.terminal import COLUMNS, WIPE, on_terminal
 
-COLUMNS: Final = 80
-COMMAND: Final = [sys.executable, "-P", "-m", "kvferry.clients.cli.main"]
-WIPE: Final = "\x1b[K"
 DRAWN_OR_SPOKEN: Final = {"top", "probe", "completion"}
 """A screen; lines that are JSON in any case; a script."""
-
-
-def on_terminal(*words: str) -> str:
-    """Run a command whose output and errors go to a terminal; return all that it got."""
-    ours, theirs = pty.openpty()
-    ioctl(theirs, TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
-    with subprocess.Popen([*COMMAND, *words], stdin=theirs, stdout=theirs, stderr=theirs):
-        os.close(theirs)
-        said = b""
-        try:
-            while part := os.read(ours, 1 << 16):
-                said += part
-        except OSError:  # how a terminal says that its last program has ended
-            pass
-    os.close(ours)
-    return said.decode().replace("\r\n", "\n")
 
 
 @pytest.fixture
@@ -58,7 +35,7 @@ def test_a_row_that_is_too_wide_goes_on_in_the_next_line(
     daemon: Daemon, waiting: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where = ("--runtime-dir", str(daemon.runtime_dir))
-    text = on_terminal("transfers", *where)
+    text = on_terminal("transfers", *where).text
     title, *lines = text.splitlines()
     assert title == "transfers"
     assert max(map(len, lines)) <= COLUMNS
@@ -72,14 +49,14 @@ def test_a_row_that_is_too_wide_goes_on_in_the_next_line(
     assert title == "transfers"
     assert waiting in row_of_pipe
     assert row_of_pipe.endswith("no SEND yet")
-    assert max(map(len, on_terminal("status", *where).splitlines())) <= COLUMNS
+    assert max(map(len, on_terminal("status", *where).text.splitlines())) <= COLUMNS
 
 
 def test_a_wait_is_shown_and_wiped() -> None:
     with kit.daemon() as daemon, daemon.stopped():
         words = ("ping", "--timeout", "2.5", "--runtime-dir", str(daemon.runtime_dir))
-        said = on_terminal(*words)
-        piped = subprocess.run([*COMMAND, *words], capture_output=True, text=True, check=False)
+        said = on_terminal(*words).text
+        piped = subprocess.run([COMMAND, *words], capture_output=True, text=True, check=False)
     shown, _, error = said.rpartition(WIPE)
     assert "kvferry ping: the daemon has not answered yet, 1 s" in shown
     assert error.startswith("kvferry ping: DAEMON_LOST: ")
