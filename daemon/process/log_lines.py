@@ -72,7 +72,11 @@ class LogLines:
         line = LogLine(
             cursor=self._next, at=event["timestamp"], level=event["level"], event=event["event"], fields=fields
         )
-        encoded = msgspec.msgpack.encode(line, enc_hook=str)
+        try:
+            encoded = msgspec.msgpack.encode(line, enc_hook=str)
+        except (TypeError, ValueError, OverflowError):  # the log itself writes what no message can carry
+            as_text = {name: _short(str(value)) for name, value in fields.items()}
+            encoded = msgspec.msgpack.encode(msgspec.structs.replace(line, fields=as_text))
         self._lines.append(encoded)
         self._bytes += len(encoded)
         while self._bytes > self._max_bytes:
