@@ -78,8 +78,8 @@ def _scraping(runtime_dir: Path) -> Iterator[Scraper]:
 
 
 def measure(effort: Effort) -> list[Row]:
-    """Measure PINGs in flight, and transfers of 1000 tokens: a hundred in each round, in rounds of seconds."""
-    rounds, pings, transfers = effort.pick(10, 2), effort.pick(60_000, 200), effort.pick(100, 2)
+    """Measure PINGs in flight, and transfers of 1000 tokens; a round takes seconds, so a scrape a second is no more."""
+    rounds, pings, transfers = effort.pick(7, 2), effort.pick(200_000, 200), effort.pick(1500, 2)
     with (
         running_daemon() as runtime_dir,
         Client.connect(runtime_dir, name="prefill") as prefill,

@@ -17,7 +17,7 @@ import msgspec
 
 from kvferry.clients.cli.connection import Connection
 from kvferry.clients.cli.console import WORKED, add_daemon, show
-from kvferry.protocol.errors import DaemonLostError, DeadlineError
+from kvferry.protocol.errors import DaemonLostError, DeadlineError, StaleBootError
 from kvferry.protocol.log_messages import MAX_LINES, Log, LogLine
 from kvferry.protocol.printable import json_line, printable
 
@@ -59,6 +59,8 @@ def events(options: argparse.Namespace) -> int:
                     _print(page, connection.boot_id, options)
                     cursor = page.cursor
                 return WORKED
+        except StaleBootError:  # the next daemon has answered what the one before was asked
+            continue
         except (DaemonLostError, DeadlineError) as error:
             if not (options.follow and connected):
                 raise

@@ -23,6 +23,9 @@ from tests.kit.pools import SPEC
 ROOT: Final = Path(__file__).resolve().parents[3]
 
 QUIET: Final = '[logging]\nlevel = "error"\n'
+BY_ITS_COMMAND: Final = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+"""Which starts a daemon by the command that it starts the next one by."""
+
 Lines = list[dict[str, Any]]
 
 
@@ -101,17 +104,28 @@ def test_a_cursor_of_another_daemon_says_that_something_is_lost(events: Events) 
     )
 
 
-def test_following_goes_on_over_a_restart(events: Events) -> None:
+@pytest.mark.parametrize("way", ["it ends", "the next one takes over"])
+def test_following_goes_on_over_a_restart(way: str) -> None:
+    with kit.daemon(QUIET, keep=True, environment=BY_ITS_COMMAND) as daemon:
+        following_over_a_restart(daemon, way)
+
+
+def following_over_a_restart(daemon: Daemon, way: str) -> None:
     command = [sys.executable, "-P", "-m", "kvferry.clients.cli.main", "events", "--follow", "--json"]
-    command += ["--runtime-dir", str(events.daemon.runtime_dir)]
+    command += ["--runtime-dir", str(daemon.runtime_dir)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as following:
         assert following.stdout is not None
         assert following.stderr is not None
         try:
             assert "cursor" in json.loads(following.stdout.readline())
-            assert events.daemon.end() == 0
-            assert "waiting for it" in following.stderr.readline()
-            events.daemon.start()
+            if way == "it ends":
+                assert daemon.end() == 0
+                assert "waiting for it" in following.stderr.readline()
+                daemon.start()
+            else:
+                following.send_signal(signal.SIGSTOP)  # mostly between two looks: the next daemon gets the next one
+                daemon.upgrade()
+                following.send_signal(signal.SIGCONT)
             said = (json.loads(one) for one in following.stdout)
             assert "lost_before" in next(one for one in said if "event" not in one)
             assert next(one for one in said if one["event"] == "serving")
