@@ -38,7 +38,7 @@ class LogLines:
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._max_bytes = kept_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what the garbage collector frees meanwhile may log, too
         self._lines: deque[bytes] = deque()
         self._bytes = 0
         self._next = new_number()  # the number of the next line: no cursor of another daemon is one of this one's
@@ -52,35 +52,38 @@ class LogLines:
     ) -> structlog.typing.EventDict:
         """Remember a line, and pass it on."""
         if event["level"] in _REMEMBERED:
-            fields = {name: _short(value) for name, value in event.items() if name not in _LEFT_OUT}
+            encoded = _encoded(event)
             with self._lock:
-                self._add(event, fields)
+                self._next += 1
+                self._lines.append(encoded)
+                self._bytes += len(encoded)
+                while self._bytes > self._max_bytes:
+                    self._bytes -= len(self._lines.popleft())
         return event
 
     def since(self, cursor: int, limit: int) -> LatestLines:
         """Return up to ``limit`` lines from ``cursor`` on, the oldest first; 0: from the oldest one that is there."""
         with self._lock:
-            first = self._next - len(self._lines)
-            lost = cursor != 0 and not first <= cursor <= self._next
-            begin = first if cursor == 0 or lost else cursor
-            found = [self._lines[number - first] for number in range(begin, min(self._next, begin + limit))]
-        lines = tuple(msgspec.msgpack.decode(one, type=LogLine) for one in found)
+            kept, end = list(self._lines), self._next
+        first = end - len(kept)
+        lost = cursor != 0 and not first <= cursor <= end
+        begin = first if cursor == 0 or lost else cursor
+        lines = tuple(
+            msgspec.structs.replace(msgspec.msgpack.decode(one, type=LogLine), cursor=number)
+            for number, one in enumerate(kept[begin - first : begin - first + limit], begin + 1)
+        )
         return LatestLines(lines, begin + len(lines), lost)
 
-    def _add(self, event: structlog.typing.EventDict, fields: dict[str, object]) -> None:
-        self._next += 1
-        line = LogLine(
-            cursor=self._next, at=event["timestamp"], level=event["level"], event=event["event"], fields=fields
-        )
-        try:
-            encoded = msgspec.msgpack.encode(line, enc_hook=str)
-        except (TypeError, ValueError, OverflowError):  # the log itself writes what no message can carry
-            as_text = {name: _short(str(value)) for name, value in fields.items()}
-            encoded = msgspec.msgpack.encode(msgspec.structs.replace(line, fields=as_text))
-        self._lines.append(encoded)
-        self._bytes += len(encoded)
-        while self._bytes > self._max_bytes:
-            self._bytes -= len(self._lines.popleft())
+
+def _encoded(event: structlog.typing.EventDict) -> bytes:
+    """Return a line whose cursor is not known yet."""
+    fields = {name: _short(value) for name, value in event.items() if name not in _LEFT_OUT}
+    line = LogLine(cursor=0, at=event["timestamp"], level=event["level"], event=event["event"], fields=fields)
+    try:
+        return msgspec.msgpack.encode(line, enc_hook=str)
+    except (TypeError, ValueError, OverflowError):  # the log itself writes what no message can carry
+        as_text = {name: _short(str(value)) for name, value in fields.items()}
+        return msgspec.msgpack.encode(msgspec.structs.replace(line, fields=as_text))
 
 
 def _short(value: object) -> object:
