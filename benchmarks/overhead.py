@@ -12,15 +12,31 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.control_messages import IN_FLIGHT, dealer, endlessly, is_success, ping_frame, throughput
-from benchmarks.measure import GIGABYTES_A_SECOND, THOUSANDS_A_SECOND, Contender, Effort, Row, Target, Unit, compare
+from benchmarks.measure import (
+    GIGABYTES_A_SECOND,
+    MILLISECONDS,
+    THOUSANDS_A_SECOND,
+    Contender,
+    Effort,
+    Row,
+    Target,
+    Unit,
+    compare,
+    row_of,
+)
 from benchmarks.pools import Pair
-from benchmarks.processes import running_daemon
+from benchmarks.processes import processor_s, running_daemon
 from benchmarks.transfer import TOKENS, spec
-from kvferry.clients import Client, calls
+from kvferry.clients import Client, MhaSpec, calls
 from kvferry.clients.session_channel import SessionChannel
 from kvferry.protocol.settings import METRICS_SOCKET, control_address
 
 EACH_S: Final = 1.0
+KEPT_S: Final = 0.2
+"""A text is given again for less than that."""
+
+POOLS: Final = 8
+SCRAPED: Final = MhaSpec(layers=1, tokens=4000, page_size=1, kv_heads=1, head_dim=1, dtype="int8")
 PEER_IS: Final = "the same without a scrape"
 
 
@@ -52,11 +68,11 @@ class Scraper:
         self._on.set()
         self._thread.join()
 
-    def scrape(self) -> None:
-        """Read them once."""
+    def scrape(self, page: str = "/metrics") -> None:
+        """Read them once, or another page."""
         with socket.socket(socket.AF_UNIX) as channel:
             channel.connect(self._path)
-            channel.sendall(b"GET /metrics HTTP/1.1\r\nHost: kvferry\r\n\r\n")
+            channel.sendall(f"GET {page} HTTP/1.1\r\nHost: kvferry\r\n\r\n".encode())
             said = b"".join(iter(lambda: channel.recv(1 << 16), b""))
         assert said.startswith(b"HTTP/1.1 200 "), said[:200]
         self.count += 1
@@ -92,10 +108,33 @@ def measure(effort: Effort) -> list[Row]:
         frames = [ping_frame(channel, number) for number in range(1, 1025)]
         asking = throughput(raw, endlessly(frames), is_success, pings)
         row = partial(_row, rounds, scraper)
+        for number in range(POOLS):
+            prefill.create_pool(f"scraped-{number}", SCRAPED).close()
+        pid = prefill.status().pid
+        took_ms, without_ms = (
+            [_processor_ms(pid, partial(scraper.scrape, page)) for _ in range(effort.pick(20, 2))]
+            for page in ("/metrics", "/healthz")
+        )
         return [
+            row_of(
+                "overhead/scrape",
+                MILLISECONDS,
+                took_ms,
+                without_ms,
+                peer_is="a look at /healthz",
+                note=f"processor time of the daemon, which has {POOLS} more pools of {SCRAPED.tokens} pages",
+            ),
             row("requests", THOUSANDS_A_SECOND, asking, 0.97, f"{IN_FLIGHT} PINGs in flight"),
             row("bytes", GIGABYTES_A_SECOND, _moving(pair, transfers), 0.99, f"{transfers} transfers a round"),
         ]
+
+
+def _processor_ms(pid: int, scrape: Callable[[], None]) -> float:
+    """Return the processor time of one scrape, once the daemon does not give an earlier text again."""
+    time.sleep(KEPT_S)
+    began_s = processor_s(pid)
+    scrape()
+    return (processor_s(pid) - began_s) * 1e3
 
 
 def _row(rounds: int, scraper: Scraper, name: str, unit: Unit, contender: Contender, least: float, note: str) -> Row:
