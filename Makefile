@@ -30,10 +30,14 @@ VENV_VLLM := .venv-vllm
 VLLM_BIN := $(VENV_VLLM)/bin
 VLLM := 0.32.0
 
+# The same with torch_npu, on the simulated NPU: the worker's side of vLLM's connector.
+VENV_VLLM_NPU := .venv-vllm-npu
+VLLM_NPU_BIN := $(VENV_VLLM_NPU)/bin
+
 # One at a time: two installs into one environment would step on each other.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-sglang test-sglang-full test-sglang-npu test-vllm test-vllm-full torture check bench flame census sync-client peers clean
+.PHONY: help demo test test-full test-sglang test-sglang-full test-sglang-npu test-vllm test-vllm-full test-vllm-npu torture check bench flame census sync-client peers clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,11 +72,15 @@ test-sglang-npu: $(STAMPS)/sglang-npu $(STAMPS)/models  ## run those of them tha
 	@LD_LIBRARY_PATH="$$($(NPU)/python -m tests.cann_simulator.build)" PYTHONPATH=tests/sglang/stubs/npu \
 	    $(NPU_SERVERS)/python -m pytest --device npu:0 --timeout 900 $(if $(LONG),,-m "not long") $(or $(ARGS),tests/sglang/npu tests/sglang/test_hybrid_pools.py)
 
-test-vllm: $(STAMPS)/vllm $(STAMPS)/models  ## run the tests with vLLM, some minutes (ARGS="tests/vllm -k abort")
+test-vllm: $(STAMPS)/vllm $(STAMPS)/models $(if $(ARGS),,test-vllm-npu)  ## run the tests with vLLM, some minutes (ARGS="tests/vllm -k abort")
 	@$(VLLM_BIN)/python -m pytest --timeout 900 $(if $(LONG),,-m "not long") $(or $(ARGS),tests/vllm)
 
 test-vllm-full: LONG := yes
 test-vllm-full: test-vllm  ## run all tests with vLLM, half an hour
+
+test-vllm-npu: $(STAMPS)/vllm-npu $(STAMPS)/models  ## run those of them that are on a simulated NPU (ARGS="tests/vllm/npu -k owned")
+	@LD_LIBRARY_PATH="$$($(NPU)/python -m tests.cann_simulator.build)" \
+	    $(VLLM_NPU_BIN)/python -m pytest --device npu:0 --timeout 900 $(or $(ARGS),tests/vllm/npu)
 
 torture: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system  ## kill, stop and starve daemons and engines at work, and check every byte and page (MINUTES=60, SEED=7 repeats, ARGS="--engines 8")
 	@$(BIN)/python -m tests.torture $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED)) $(ARGS)
@@ -254,6 +262,14 @@ $(STAMPS)/vllm-server: $(STAMPS)/venv tests/vllm/requirements.txt
 $(STAMPS)/vllm: $(STAMPS)/vllm-server $(PINS)
 	@echo "==> installing kvferry into $(VENV_VLLM)"
 	@$(VLLM_BIN)/python -m pip install --disable-pip-version-check --no-compile --no-deps --no-build-isolation -e .
+	@touch $@
+
+# It sees all packages of $(VENV_VLLM), and torch_npu on top of them.
+$(STAMPS)/vllm-npu: $(STAMPS)/vllm $(STAMPS)/npu
+	$(call venv_over,$(VENV_VLLM_NPU),$(VLLM_BIN))
+	@echo "==> installing torch_npu into $(VENV_VLLM_NPU)"
+	@$(BIN)/python -m pip --python $(VLLM_NPU_BIN)/python install --disable-pip-version-check --no-deps -c constraints.txt \
+	    torch-npu
 	@touch $@
 
 $(STAMPS)/models: $(STAMPS)/demo tests/kit/models.py

@@ -31,6 +31,10 @@ RING_EVENTS = 64
 """Events of a ring on a device, unless asked for otherwise: one is used again once its work is done."""
 
 
+VISIBLE: Final = "ASCEND_RT_VISIBLE_DEVICES"
+"""Which of the host's NPUs a process sees, by number; it numbers them anew."""
+
+
 class TablesMemory(NamedTuple):
     """Memory of this process in which the daemon writes tables.
 
@@ -50,6 +54,33 @@ _opened: Final[dict[str, Accelerator]] = {}
 
 _opening: Final = threading.Lock()
 os.register_at_fork(after_in_child=_opened.clear)
+
+
+def daemons_device(ours: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Return what the daemon calls an NPU of this process, which may see some of the host's only.
+
+    Raises:
+        InvalidFieldError: it does not see this one.
+    """
+    visible = environment.get(VISIBLE, "")
+    if not visible:
+        return ours
+    numbers, index = [one.strip() for one in visible.split(",")], int(ours.removeprefix("npu:"))
+    if index >= len(numbers) or not numbers[index].isdecimal():
+        raise InvalidFieldError(f"{VISIBLE} is {visible!r}, and this process uses {ours}", field=VISIBLE)
+    return f"npu:{int(numbers[index])}"
+
+
+def current_npu() -> tuple[str, str]:
+    """Return the NPU that this process has set: as it calls it, and as the daemon does.
+
+    Raises:
+        InvalidFieldError: as ``daemons_device``.
+    """
+    import torch  # noqa: PLC0415  of the engine
+
+    ours = f"npu:{torch.accelerator.current_device_index()}"
+    return ours, daemons_device(ours)
 
 
 class EngineDevices:

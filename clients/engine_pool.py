@@ -89,7 +89,7 @@ class EnginePool:
         *,
         keeps_memory: bool = False,
         device: str = HOST,
-        tensors: Mapping[tuple[str, str], torch.Tensor] | None = None,
+        tensors: Mapping[tuple[str, str], torch.Tensor] | Mapping[tuple[str, str, int], torch.Tensor] | None = None,
     ) -> None:
         """Make the pool.
 
@@ -102,7 +102,7 @@ class EnginePool:
             keeps_memory: register what is mapped where a daemon comes back without the pool; on the host.
             device: where it is, by the daemon's name.
             tensors: with ``engine`` on a device, the memory: all layers of a role, by (component, role), in the spec's
-                order.
+                order; or each layer by itself, by (component, role, layer).
 
         Raises:
             KvferryError: the daemon refuses it.
@@ -117,7 +117,9 @@ class EnginePool:
         self._manifest = manifest_of(spec)
         self._attached: AttachedPool | None = None
         self._shared: SharedMemory | None = None
-        self._tensors = {key: self._in_its_form(key, one) for key, one in (tensors or {}).items()}
+        self._tensors: dict[tuple[Any, ...], torch.Tensor] = {
+            key: self._in_its_form(key, one) for key, one in (tensors or {}).items()
+        }
         self._ring: EventRing | None = None
         self.window: int | None = None
         self.compute_stream: torch.Stream | None = None
@@ -164,7 +166,10 @@ class EnginePool:
         return self._engine_lists().state
 
     def tensor(self, role: str, component: str = MAIN) -> torch.Tensor:
-        """Return all layers of a role, as ``AttachedPool.tensor`` shapes them; one where a page holds all layers."""
+        """Return all layers of a role, as ``AttachedPool.tensor`` shapes them; one where a page holds all layers.
+
+        Not of memory that was given layer by layer.
+        """
         if self._tensors:
             return self._tensors[component, role]
         if self._shared is not None:
@@ -201,18 +206,23 @@ class EnginePool:
         Raises:
             KvferryError: as ``event``.
         """
-        event = self.event()
+        return self.step_of(self.event())
+
+    def step_of(self, event: DeviceEvent | None) -> list[LayerStep]:
+        """Return the step of a SEND whose layers are all in the pages once an event is done; none without one."""
         if event is None:
             return []
         return [LayerStep(first_layer=self.first_layer, layers=self.layers, **msgspec.structs.asdict(event))]
 
-    def layer_steps(self) -> list[LayerStep]:
+    def layer_steps(self, signals: LayerSignals | None = None) -> list[LayerStep]:
         """Return the steps of SENDs whose layers the next forward pass fills, for ``signals``; none on the host.
+
+        ``signals``: by default the pool's own.
 
         Raises:
             KvferryError: as ``event``.
         """
-        return self._of_ring(self.signals.begin) or []
+        return self._of_ring((signals or self.signals).begin) or []
 
     @property
     def pages(self) -> int:
@@ -290,7 +300,7 @@ class EnginePool:
 
     def _register(self, client: Client) -> None:
         """Register it; what the next session of this engine finds is the same memory."""
-        tensors: dict[tuple[str, str], Any] = {**self._tensors}
+        tensors: dict[tuple[Any, ...], Any] = {**self._tensors}
         if self.device == HOST:
             assert self._shared is not None
             whole = self._shared.view()
@@ -337,7 +347,7 @@ class EnginePool:
         assert isinstance(region, HostRegion)
         return region
 
-    def _in_its_form(self, key: tuple[str, str], one: torch.Tensor) -> torch.Tensor:
+    def _in_its_form(self, key: tuple[Any, ...], one: torch.Tensor) -> torch.Tensor:
         array = array_of(self._manifest, *key)
         return one.view(torch_dtype(array.dtype)).view(array.shape)
 

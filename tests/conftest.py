@@ -45,7 +45,9 @@ LONG: Final = (
     "tests/hosts/",
     "tests/transfer/test_breaking_off",
 )
-DEVICE_FOLDERS: Final = tuple(Path(__file__).parent / name for name in ("npu", "cann_simulator", "sglang/npu"))
+DEVICE_FOLDERS: Final = tuple(
+    Path(__file__).parent / name for name in ("npu", "cann_simulator", "sglang/npu", "vllm/npu")
+)
 simulated_host = pytest.StashKey[SimulatedHost | None]()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 PUBLIC = {"_asdict", "_fields", "_make", "_replace", "_exit", "_set_allocator_settings"}
-"""Of named tuples, of ``os``, and torch's function by which a process's allocator is told what is else an environment's."""
+"""Of named tuples, of ``os``, and torch's function that sets what a process's allocator does."""
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr"}
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from kvferry.clients import HybridSwaSpec, MambaSpec, MhaSpec, MlaSpec, ModelIdentity
+from kvferry.clients.devices import current_npu
 from kvferry.clients.engine import Engine
 from kvferry.clients.engine_pool import EnginePool
 from kvferry.clients.sglang import identity
@@ -54,9 +54,6 @@ KINDS: Final = (*HOST_KINDS, *NPU_KINDS, WINDOWS, STATES, SPARSE)
 SWA: Final = "swa"
 MAMBA: Final = "mamba"
 """The daemon's components of windows and states."""
-
-VISIBLE: Final = "ASCEND_RT_VISIBLE_DEVICES"
-"""Which of the host's NPUs a process sees, by number; it numbers them anew."""
 
 
 class _Part(NamedTuple):
@@ -321,21 +318,6 @@ def note_scheduler(_: object, scheduler: Any) -> None:  # noqa: ANN401  SGLang's
     pool.window = scheduler.sliding_window_size
     if scheduler.enable_overlap:
         pool.compute_stream = scheduler.forward_stream
-
-
-def daemons_device(ours: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return what the daemon calls an NPU of this process, which may see some of the host's only.
-
-    Raises:
-        InvalidFieldError: it does not see this one.
-    """
-    visible = environment.get(VISIBLE, "")
-    if not visible:
-        return ours
-    numbers, index = [one.strip() for one in visible.split(",")], int(ours.removeprefix("npu:"))
-    if index >= len(numbers) or not numbers[index].isdecimal():
-        raise InvalidFieldError(f"{VISIBLE} is {visible!r}, and this process uses {ours}", field=VISIBLE)
-    return f"npu:{int(numbers[index])}"
 
 
 @contextlib.contextmanager
@@ -628,10 +610,7 @@ def _make(
     name = pool_name(told.pool)
     ours = device = HOST
     if not _is_host(on):
-        import torch  # noqa: PLC0415  of the engine
-
-        ours = f"npu:{torch.accelerator.current_device_index()}"
-        device = daemons_device(ours)
+        ours, device = current_npu()
     is_registered = device != HOST and told.memory == "engine"
     identity.weights.begin()
     engine = Engine(name, told.runtime_dir, devices={device: ours} if device != ours else {}, on_pool_lost=end_server)

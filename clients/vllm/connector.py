@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -21,9 +23,10 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.clients import KvferryError
 from kvferry.clients.engine import Engine
-from kvferry.clients.engine_pool import EnginePool
+from kvferry.clients.vllm.ascend import NPU
 from kvferry.clients.vllm.configuration import (
     Configuration,
+    Memory,
     Parallel,
     configuration_of,
     model_identity,
@@ -35,10 +38,9 @@ from kvferry.clients.vllm.metadata import StepWork
 from kvferry.clients.vllm.metrics import Moved, MovedPrometheus
 from kvferry.clients.vllm.scheduler import Scheduler
 from kvferry.protocol.errors import DaemonLostError
+from kvferry.protocol.ids import HOST
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from kvferry.clients.vllm.memory import Cache, RankMemory
+    from kvferry.clients.vllm.memory import Cache, RankMemory, Spec
     from kvferry.clients.vllm.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -96,17 +98,16 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         self._memory: RankMemory | None = None
+        self._begin: Callable[[Mapping[str, Cache] | None], None] | None = None
+        """What makes the worker, where that needs vLLM's memory."""
+        self._is_required = told.settings.required
         self._has_work = False
         """Whether this worker has anything to do in the step that is bound."""
-        try:
+        with self._perhaps_without():
             if role == KVConnectorRole.SCHEDULER:
                 self._scheduler = self._make_scheduler(told)
             else:
-                self._memory, self._worker = self._make_worker(told)
-        except DaemonLostError as error:
-            if told.settings.required:
-                raise
-            logger.warning('kvferry: this server runs without it ("required": false): %s', error)
+                self._make_worker(told)
 
     # -- a worker's
 
@@ -115,7 +116,10 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         return None if self._memory is None else self._memory.allocation()
 
     def register_kv_caches(self, kv_caches: Mapping[str, Cache]) -> None:
-        """Compare vLLM's KV cache with what the daemon was told of it."""
+        """Compare vLLM's KV cache with what the daemon was told of it; on a device, register it."""
+        if self._begin is not None:
+            with self._perhaps_without():
+                self._begin(kv_caches)
         if self._memory is not None and self._worker is not None:
             self._memory.take(kv_caches)
             self._worker.signals.name(in_order(name for group in self._memory.groups for name in group.layers))
@@ -274,6 +278,16 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- within
 
+    @contextlib.contextmanager
+    def _perhaps_without(self) -> Iterator[None]:
+        """Go on without a daemon where the server may."""
+        try:
+            yield
+        except DaemonLostError as error:
+            if self._is_required:
+                raise
+            logger.warning('kvferry: this server runs without it ("required": false): %s', error)
+
     def _filled(self, layer_name: str, *_: object, **__: object) -> None:
         """Tell the daemon that a layer is filled."""
         assert self._worker is not None
@@ -303,23 +317,52 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
             events = CacheEventLog(engine, unit, hash_size, model_identity(self._vllm_config), specs)
         return Scheduler(engine, told, groups, hash_size, get_ip(), events)
 
-    def _make_worker(self, told: Configuration) -> tuple[RankMemory, Worker]:
+    def _make_worker(self, told: Configuration) -> None:
+        """Connect, and make this rank's pool; where vLLM's own memory of a device is registered, once it is there."""
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank  # noqa: PLC0415
 
-        from kvferry.clients.vllm.memory import RankMemory, choose  # noqa: PLC0415
-        from kvferry.clients.vllm.weights import Weights  # noqa: PLC0415
-        from kvferry.clients.vllm.worker import Worker  # noqa: PLC0415
+        from kvferry.clients.vllm.memory import choose  # noqa: PLC0415
 
         rank = get_tensor_model_parallel_rank()
         kind, spec = choose(self._vllm_config, self._kv_cache_config, told, Parallel(rank, told.ranks))
+        ours = device = HOST
+        if kind != "staged" and self._vllm_config.device_config.device_type == NPU:
+            from kvferry.clients.devices import current_npu  # noqa: PLC0415  of devices alone
+
+            ours, device = current_npu()
         name = told.pool_of(rank)
-        engine = Engine(f"{name}-{kind}", told.settings.runtime_dir or None, instance=told.instance)
-        memory: Literal["daemon", "engine"] = "engine" if kind == "registered" else "daemon"
-        model = model_identity(self._vllm_config)
+        engine = Engine(
+            f"{name}-{kind}",
+            told.settings.runtime_dir or None,
+            instance=told.instance,
+            devices={device: ours} if device != ours else {},
+        )
+        self._begin = partial(self._begin_worker, told, rank, kind, spec, engine, device)
+        if kind != "registered" or device == HOST:
+            self._begin(None)
+
+    def _begin_worker(
+        self,
+        told: Configuration,
+        rank: int,
+        kind: Memory,
+        spec: Spec,
+        engine: Engine,
+        device: str,
+        kv_caches: Mapping[str, Cache] | None,
+    ) -> None:
+        from kvferry.clients.vllm.memory import made  # noqa: PLC0415  torch
+        from kvferry.clients.vllm.weights import Weights  # noqa: PLC0415
+        from kvferry.clients.vllm.worker import Worker  # noqa: PLC0415
+
+        self._begin = None
+        groups, model = groups_of(self._kv_cache_config), model_identity(self._vllm_config)
         try:
-            pool = EnginePool(engine, name, spec, model, memory, keeps_memory=True)
+            memory = made(kind, engine, told.pool_of(rank), spec, model, groups, device=device, kv_caches=kv_caches)
+            if device != HOST and kind == "owned":
+                memory.give(self._kv_cache_config)
         except KvferryError:
             engine.close()
             raise
-        blocks = RankMemory(kind, pool, groups_of(self._kv_cache_config))
-        return blocks, Worker(engine, blocks, Weights(self._vllm_config), told.settings, rank)
+        self._memory = memory
+        self._worker = Worker(engine, memory, Weights(self._vllm_config), told.settings, rank)

@@ -38,9 +38,10 @@ PLAIN: Final = (
     ("compress_ratio", 1),
     ("model_version", None),
     ("num_speculative_blocks", 0),
-    ("sparse_head_dim", None),
     ("scale_dim", 0),
     ("cache_sparse_sfa_c8", False),
+    ("cache_sparse_li_c8", False),
+    ("sfa_dcp_replicated_indexer_size", 1),
     ("store_on_host", False),
 )
 """What a spec may say, and what it says of a cache that is carried."""
@@ -107,6 +108,8 @@ def _group(number: int, told: object) -> Group:
         found = getattr(spec, name, plain)
         if found != plain:
             raise refusal(f"a KV cache whose {name} is {found}", "kv_cache_groups")
+    if getattr(spec, "sparse_head_dim", None) and index_of(spec) is None:
+        raise refusal("sparse attention in layers that use another's index", "kv_cache_groups")
     if isinstance(spec, MambaSpec):
         if spec.mamba_cache_mode != "none":
             raise InvalidFieldError(
@@ -121,6 +124,12 @@ def _group(number: int, told: object) -> Group:
     reach, chunk = _needs(spec)
     layers = tuple(in_order(told.layer_names))  # type: ignore[attr-defined]
     return Group(f"group{number}" if number else MAIN, spec, layers, reach, chunk)
+
+
+def index_of(spec: KVCacheSpec) -> int | None:
+    """Return the width of the index's keys of vllm-ascend's sparse attention; None: a layer has none."""
+    widths = getattr(spec, "sparse_head_dim", None)  # of a latent, its rope part, and the index
+    return (int(widths[-1]) or None) if widths else None
 
 
 def _needs(spec: KVCacheSpec) -> tuple[int | None, int]:

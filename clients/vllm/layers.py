@@ -17,7 +17,7 @@ LAYERS: Final = 4
 
 
 class NamedLayers(LayerSignals):
-    """A worker's, over its session's event ring, which is opened when it is first needed."""
+    """A worker's; on the host over its session's event ring, which is opened when it is first needed."""
 
     def __init__(self, layers: int) -> None:
         """``layers``: of this rank, without a draft model's."""
@@ -35,7 +35,7 @@ class NamedLayers(LayerSignals):
         self._last = self._layers - (2 if len(self._numbers) > self._layers else 1)
 
     def begin_step(self, client: Client) -> list[LayerStep]:
-        """Return the steps of all SENDs of the step that is about to be computed.
+        """Return the steps of all SENDs of the step that is about to be computed, on the host.
 
         Raises:
             KvferryError: the daemon gives no ring.

@@ -15,19 +15,24 @@ import torch
 from torch.overrides import TorchFunctionMode
 from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, MLAAttentionSpec
 
-from kvferry.clients import DraftSpec, MhaSpec, MlaSpec
+from kvferry.clients import DraftSpec, MhaSpec, MlaSpec, ModelIdentity
 from kvferry.clients.engine_pool import EnginePool
+from kvferry.clients.vllm.ascend import NPU, Allocations, by_layer, roles_of
 from kvferry.clients.vllm.configuration import Configuration, Memory, Parallel, refusal
-from kvferry.clients.vllm.groups import DRAFT_MODEL, Group, groups_of, in_order, numbers_of
+from kvferry.clients.vllm.groups import DRAFT_MODEL, Group, groups_of, in_order, index_of, numbers_of
 from kvferry.clients.vllm.metadata import Blocks
 from kvferry.pools.layouts import manifest_of
 from kvferry.pools.layouts.mla import packed_token_bytes
 from kvferry.pools.layouts.parts import DRAFT
 from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.ids import HOST
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvferry.clients.engine import Engine
+    from kvferry.protocol.manifests import PoolSpec
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +52,6 @@ MLA_VIEWS: Final[Mapping[str, Literal["paged", "page_first_direct"]]] = {
     "BLNHC": "page_first_direct",
 }
 """vLLM's layouts of a group's memory, which the daemon knows under other names; of one head, two are one."""
-
-NPU: Final = "npu"
-"""vllm-ascend's device, where a layer has a tensor of k and one of v, or of latents and of their rope part."""
 
 DIMENSIONS: Final = 4
 """Of a layer: blocks, heads, tokens, content."""
@@ -92,15 +94,16 @@ def spec_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, ranks: Para
     is_split = vllm_config.device_config.device_type == NPU
     if len(groups) > 1:
         _check_several(drafts=bool(drafts), is_split=is_split)
-    layout = "LBHNC" if staged else _layout(kv_cache_config, groups)
+    layout = "LBHNC" if staged or is_split else _layout(kv_cache_config, groups)
     is_latent = isinstance(kind, MLAAttentionSpec)
     views: Mapping[str, Any] = MLA_VIEWS if is_latent else MHA_VIEWS
     if layout not in views or ((drafts or len(groups) > 1) and not layout.startswith("L")):
         return None
     numbers = {name: number for number, name in enumerate(names)}
+    index = index_of(kind)
     common: dict[str, Any] = {
         "layers": len(names) - len(drafts),
-        "draft": DraftSpec(layers=len(drafts)) if drafts else None,
+        "draft": DraftSpec(layers=len(drafts), index_head_dim=index) if drafts else None,
         "groups": tuple(tuple(numbers[name] for name in one.layers) for one in groups) if len(groups) > 1 else (),
         "joined": not is_split,
     }
@@ -115,16 +118,20 @@ def spec_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, ranks: Para
     told = str(vllm_config.cache_config.cache_dtype)
     if is_latent:
         text = vllm_config.model_config.hf_text_config
-        if text.kv_lora_rank + text.qk_rope_head_dim != kind.head_size:
-            raise refusal(
-                f"latents of {kind.head_size} elements, not {text.kv_lora_rank} + {text.qk_rope_head_dim}", "model"
-            )
+        widths = [text.kv_lora_rank, text.qk_rope_head_dim, *([index] if index else [])]
+        if sum(widths) != kind.head_size:
+            raise refusal(f"latents of {kind.head_size} elements, not {' + '.join(map(str, widths))}", "model")
+        _check_order(vllm_config)
         if told == DS_MLA:
             if common["view"] != "paged":
                 return None
             common |= {"joined": False, "packed": "ds_mla"}
         return MlaSpec(
-            kv_lora_rank=text.kv_lora_rank, qk_rope_head_dim=text.qk_rope_head_dim, replicas=ranks.size, **common
+            kv_lora_rank=text.kv_lora_rank,
+            qk_rope_head_dim=text.qk_rope_head_dim,
+            index_head_dim=index,
+            replicas=ranks.size,
+            **common,
         )
     total = vllm_config.model_config.get_total_num_kv_heads()
     keys, values = _widths(told, kind)
@@ -138,6 +145,21 @@ def spec_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, ranks: Para
         packing=_packing(vllm_config, kind),
         **common,
     )
+
+
+def _check_order(vllm_config: VllmConfig) -> None:
+    """Refuse latents in fractals: vllm-ascend has them at decode alone, so no prefill has them.
+
+    Raises:
+        InvalidFieldError: says what to configure.
+    """
+    additional = getattr(vllm_config, "additional_config", None) or {}
+    if additional.get("enable_kv_nz"):
+        raise InvalidFieldError(
+            "decode has its latents in fractals (FRACTAL_NZ), prefill row by row (ND): leave enable_kv_nz out of "
+            "--additional-config",
+            field="additional_config",
+        )
 
 
 def _check_several(*, drafts: bool, is_split: bool) -> None:
@@ -322,7 +344,8 @@ def choose(
     if reason and wanted in {"owned", "registered"}:
         raise InvalidFieldError(f"memory {wanted!r} is not possible here: {reason}", field="memory")
     if own is not None and not reason and wanted != "staged":
-        return "owned" if wanted == "auto" else wanted, own
+        best: Memory = "registered" if vllm_config.device_config.device_type == NPU else "owned"
+        return best if wanted == "auto" else wanted, own
     if reason:
         logger.warning("kvferry: vLLM's KV memory is staged, blocks are copied in between: %s", reason)
     copy = spec_of(vllm_config, kv_cache_config, ranks, staged=True)
@@ -344,11 +367,11 @@ class RankMemory:
         self.pool = pool
         self.groups = groups
         self._allocation: Allocation | None = None
+        self._given: Allocations | None = None
         self._layers: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
         """Where staged: of each group each layer of vLLM's, and its copy."""
         entries = manifest_of(pool.spec).entries
         self._block_bytes = [sum(e.page_bytes for e in entries if e.component == one.component) for one in groups]
-        self._roles = tuple(dict.fromkeys(one.role for one in entries))
         logger.info("kvferry: pool %s, vLLM's KV memory is %s", pool.name, kind)
 
     def __repr__(self) -> str:
@@ -360,10 +383,18 @@ class RankMemory:
         return sum(self._block_bytes[one.group] * len(one.ids) for one in blocks)
 
     def allocation(self) -> Allocation | None:
-        """Return what gives vLLM the pool's memory; None where that is a copy."""
-        if self.kind != "staged":
+        """Return what gives vLLM the pool's memory; None where that is a copy, or a device's."""
+        if self.kind != "staged" and self.pool.device == HOST:
             self._allocation = Allocation(self.pool.whole().view(torch.int8))
         return self._allocation
+
+    def give(self, kv_cache_config: KVCacheConfig) -> None:
+        """Have vllm-ascend's KV cache be the pool's memory.
+
+        Raises:
+            InvalidFieldError: it allocates in another way than is known.
+        """
+        self._given = Allocations(self.pool, kv_cache_config.kv_cache_tensors, names_of(self.groups))
 
     def take(self, kv_caches: Mapping[str, Cache]) -> None:
         """Compare vLLM's layers with what was described to the daemon; those that share another's have none.
@@ -371,10 +402,7 @@ class RankMemory:
         Raises:
             InvalidFieldError: they are not as described, or not in the pool's memory.
         """
-        caches = self._own(kv_caches)
-        for group in self.groups:
-            for name in group.layers:
-                self._check(name, caches[name], group)
+        caches = layers_of(kv_caches, self.groups, self.pool.spec)
         if self.kind == "staged":
             self._layers = [
                 [
@@ -384,6 +412,9 @@ class RankMemory:
                 ]
                 for one in self.groups
             ]
+            return
+        if self.pool.device != HOST:
+            self._check_given(caches)
             return
         base, size = self.pool.whole().data_ptr(), self.pool.whole().nbytes
         outside = [name for name, (one, *_) in caches.items() if not base <= one.data_ptr() < base + size]
@@ -398,37 +429,32 @@ class RankMemory:
         """Yield of each layer of a group what the pool has of it, by role."""
         components = [group.component, *([DRAFT] if self.pool.spec.draft is not None else [])]
         for component in components:
-            yield from zip(*(self.pool.tensor(role, component) for role in self._roles), strict=True)
+            roles = roles_of(self.pool.spec)
+            yield from zip(*(self.pool.tensor(role, component) for role in roles), strict=True)
 
-    def _own(self, kv_caches: Mapping[str, Cache]) -> dict[str, tuple[torch.Tensor, ...]]:
-        """Return the tensors of the layers that have a cache of their own: others of the same memory share it.
+    def _check_given(self, caches: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Check that vllm-ascend has put its tensors where the daemon has them.
 
         Raises:
-            InvalidFieldError: one is missing, or has another cache than the daemon was told.
+            InvalidFieldError: it has not.
         """
-        names = in_order(name for one in self.groups for name in one.layers)
-        missing = [name for name in names if name not in kv_caches]
-        if missing:
-            raise refusal(f"{len(kv_caches)} layers in {len(names)}, without {missing[0]}", "model")
-        parts = {name: (one,) if isinstance(one, torch.Tensor) else tuple(one) for name, one in kv_caches.items()}
-        own = {name: parts[name] for name in names}
-        known = {one.data_ptr() for one, *_ in own.values()}
-        other = [name for name, (one, *_) in parts.items() if name not in own and one.data_ptr() not in known]
-        if other:
-            raise refusal(f"{len(kv_caches)} layers in {len(names)}, with {other[0]}", "model")
-        return own
-
-    def _check(self, name: str, parts: Sequence[torch.Tensor], group: Group) -> None:
-        blocks, page = self.pool.pages, int(group.spec.page_size_bytes)
-        if len(parts) != len(self._roles):
-            raise refusal(f"layer {name} of {len(parts)} tensors, not {len(self._roles)}", "kv_cache_groups")
-        size, counts = sum(one.nbytes for one in parts), {len(one) for one in parts}
-        is_whole = counts == {blocks} and size == blocks * page
-        if self.pool.page_size != group.block_size:  # of bytes, which may be parts of blocks, or end with a gap
-            is_whole = not any(count % blocks for count in counts) and size <= blocks * page
-        if any(one.dim() != DIMENSIONS for one in parts) or not is_whole:
-            shapes = " and ".join(str(tuple(one.shape)) for one in parts)
-            raise refusal(f"layer {name} of the shape {shapes} for {blocks} blocks", "block_size")
+        if self.kind != "owned":  # what is registered are these very tensors
+            return
+        assert self._given is not None
+        was_given = self._given.end()
+        theirs = by_layer(self.pool.spec, [caches[name] for name in names_of(self.groups)])
+        ours = {
+            (component, role, layer): one.data_ptr()
+            for component, role in dict.fromkeys((component, role) for component, role, _ in theirs)
+            for layer, one in enumerate(self.pool.tensor(role, component))
+        }
+        elsewhere = [key for key, one in theirs.items() if one.data_ptr() != ours[key]]
+        if elsewhere or not was_given:
+            raise InvalidFieldError(
+                f"vllm-ascend has not put its KV cache into the daemon's memory ({len(elsewhere)} tensors lie "
+                'elsewhere): say "memory": "registered"',
+                field="memory",
+            )
 
     def copy_out(self, blocks: Iterable[Blocks]) -> None:
         """Where staged: copy blocks of vLLM's to the pool."""
@@ -446,6 +472,87 @@ class RankMemory:
                 yield layer, copy, torch.tensor(one.ids, dtype=torch.int64)
 
 
+def names_of(groups: Sequence[Group]) -> list[str]:
+    """Return the names of the layers that have a cache of their own, in the pool's order."""
+    return in_order(name for one in groups for name in one.layers)
+
+
+def layers_of(
+    kv_caches: Mapping[str, Cache], groups: Sequence[Group], spec: PoolSpec
+) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Return the tensors of the layers that have a cache of their own: others of the same memory share it.
+
+    Raises:
+        InvalidFieldError: one is missing, or has another cache or form than the daemon is told.
+    """
+    names = names_of(groups)
+    missing = [name for name in names if name not in kv_caches]
+    if missing:
+        raise refusal(f"{len(kv_caches)} layers in {len(names)}, without {missing[0]}", "model")
+    parts = {name: (one,) if isinstance(one, torch.Tensor) else tuple(one) for name, one in kv_caches.items()}
+    own = {name: parts[name] for name in names}
+    known = {one.data_ptr() for one, *_ in own.values()}
+    other = [name for name, (one, *_) in parts.items() if name not in own and one.data_ptr() not in known]
+    if other:
+        raise refusal(f"{len(kv_caches)} layers in {len(names)}, with {other[0]}", "model")
+    blocks, roles = manifest_of(spec).pages, roles_of(spec)
+    for group in groups:
+        for name in group.layers:
+            _check(name, own[name], group, blocks, roles, spec)
+    return own
+
+
+def _check(
+    name: str, parts: Sequence[torch.Tensor], group: Group, blocks: int, roles: Sequence[str], spec: PoolSpec
+) -> None:
+    page = int(group.spec.page_size_bytes)
+    if len(parts) != len(roles):
+        raise refusal(f"layer {name} of {len(parts)} tensors, not {len(roles)}", "kv_cache_groups")
+    size, counts = sum(one.nbytes for one in parts), {len(one) for one in parts}
+    is_whole = counts == {blocks} and size == blocks * page
+    if spec.page_size != group.block_size:  # of bytes, which may be parts of blocks, or end with a gap
+        is_whole = not any(count % blocks for count in counts) and size <= blocks * page
+    if any(one.dim() != DIMENSIONS for one in parts) or not is_whole:
+        shapes = " and ".join(str(tuple(one.shape)) for one in parts)
+        raise refusal(f"layer {name} of the shape {shapes} for {blocks} blocks", "block_size")
+
+
+def made(
+    kind: Memory,
+    engine: Engine,
+    name: str,
+    spec: Spec,
+    model: ModelIdentity,
+    groups: Sequence[Group],
+    *,
+    device: str = HOST,
+    kv_caches: Mapping[str, Cache] | None = None,
+) -> RankMemory:
+    """Return a rank's memory.
+
+    Args:
+        kind: who has it.
+        engine: the session that it is to belong to.
+        name: of the pool.
+        spec: what it holds.
+        model: whose KV that is.
+        groups: of its layers.
+        device: where it is, by the daemon's name.
+        kv_caches: on a device, what is registered.
+
+    Raises:
+        InvalidFieldError: the layers are not as described.
+        KvferryError: the daemon refuses it.
+    """
+    tensors = None
+    if kv_caches is not None:
+        layers = layers_of(kv_caches, groups, spec)
+        tensors = by_layer(spec, [layers[one] for one in names_of(groups)])
+    memory: Literal["daemon", "engine"] = "engine" if kind == "registered" else "daemon"
+    pool = EnginePool(engine, name, spec, model, memory, keeps_memory=True, device=device, tensors=tensors)
+    return RankMemory(kind, pool, groups)
+
+
 def _formed(copy: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
     """Return a layer's copy in the form of vLLM's, of which a block may end with a gap."""
     pages = copy.shape[0]
@@ -456,7 +563,7 @@ def _formed(copy: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
 def _why_staged(vllm_config: VllmConfig, own: Spec | None) -> str:
     """Return why the daemon cannot have vLLM's own memory; empty: it can."""
     device = vllm_config.device_config.device_type
-    if device != "cpu":
+    if device not in {"cpu", NPU}:
         return f"memory of the device {device} is vLLM's own"
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         return "vLLM's sleep mode gives its memory back"

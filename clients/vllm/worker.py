@@ -36,6 +36,7 @@ from kvferry.clients.vllm.metrics import Kind, Moved
 from kvferry.protocol.errors import (
     CancelledError,
     DaemonLostError,
+    GeometryMismatchError,
     InvalidFieldError,
     LengthMismatchError,
     OverloadedError,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from kvferry.clients.vllm.configuration import Settings
     from kvferry.clients.vllm.memory import RankMemory
     from kvferry.clients.vllm.weights import Weights
+    from kvferry.protocol.base import DeviceEvent
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,12 @@ SAY_AFTER_S: Final = 5.0
 
 CANCEL_AGAIN_S: Final = 5.0
 """How long the daemon may take to end what it was told to, before it is told again."""
+
+SAME_LAYOUT: Final = (
+    "; prefill and decode need the same layout: vllm-ascend at both or at neither, equal --kv-cache-dtype, and on CPUs "
+    "the same instructions"
+)
+"""What to configure where a block has other bytes at the other side."""
 
 ASK_AGAIN_S: Final = 0.05
 ASK_AT_ONCE: Final = 64
@@ -316,8 +324,10 @@ class Worker:
         layered = [one._replace(prompt=self._weights.told(one.prompt)) for one in sends if self._is_layered(one)]
         if layered and not self._engine.is_away:
             try:
-                with self._engine.client() as client:
-                    self._steps = tuple(self.signals.begin_step(client))
+                self._steps = tuple(self._memory.pool.layer_steps(self.signals))  # of a device
+                if not self._steps:
+                    with self._engine.client() as client:
+                        self._steps = tuple(self.signals.begin_step(client))
             except KvferryError as error:
                 self._log("open_events", error)
         if not self._steps:
@@ -413,6 +423,7 @@ class Worker:
         if not given:
             return begun, generation
         try:
+            after = self._memory.pool.event()  # on a device the model may still compute what this reads, or frees
             with self._engine.client() as client:
                 generation = self._engine.generation  # while it is lent it is not given up
                 if client.is_away:
@@ -420,11 +431,11 @@ class Worker:
                 with client.batched() as step:
                     for one in given:
                         if isinstance(one, Load | Receive):
-                            begun[id(one)] = self._begin_write(step, one)
+                            begun[id(one)] = self._begin_write(step, one, after)
                         elif isinstance(one, Send) and self._sends[one.request].may_go(generation):  # it may have ended
-                            begun[id(one)] = self._begin_send(step, one)
+                            begun[id(one)] = self._begin_send(step, one, after)
                     for whole, parts in joined_stores(one for one in given if isinstance(one, Store)):
-                        begun |= dict.fromkeys(map(id, parts), self._begin_store(step, whole))
+                        begun |= dict.fromkeys(map(id, parts), self._begin_store(step, whole, after))
         except KvferryError as error:
             self._log("begin", error)
             return {}, generation
@@ -454,7 +465,7 @@ class Worker:
             self._say_abandoned(sending.request_id, "send", ())
             self._cancel(one.request)
 
-    def _begin_write(self, step: Batch, one: Load | Receive) -> Transfer | TierOperation:
+    def _begin_write(self, step: Batch, one: Load | Receive, after: DeviceEvent | None) -> Transfer | TierOperation:
         if isinstance(one, Load):
             return step.load(
                 self._pool,
@@ -463,6 +474,7 @@ class Worker:
                 first_block=one.skipped,
                 group=self._groups[one.blocks.group].component,
                 unpin=one.is_last,
+                after=after,
                 deadline_s=self._settings.cache_s,
             )
         part = one.parts[self._rank]
@@ -473,10 +485,11 @@ class Worker:
             sources=part.pools or 1,
             destinations=part.destinations,
             source_daemons=one.sources,
+            after=after,
             deadline_s=self._settings.receive_s,
         )
 
-    def _begin_store(self, step: Batch, whole: Stores) -> TierOperation:
+    def _begin_store(self, step: Batch, whole: Stores, after: DeviceEvent | None) -> TierOperation:
         return step.store(
             self._pool,
             whole.names,
@@ -485,17 +498,18 @@ class Worker:
             chains=whole.chains,
             group=self._groups[whole.group].component,
             block_pages=whole.each,
+            after=after,
             deadline_s=self._settings.cache_s,
         )
 
-    def _begin_send(self, step: Batch, one: Send) -> Transfer:
+    def _begin_send(self, step: Batch, one: Send, after: DeviceEvent | None) -> Transfer:
         return step.send(
             self._pool,
             one.ids[self._rank],
             [self._pages(blocks) for blocks in one.blocks],
             payload=one.prompt if one.is_last else b"",
             last=one.is_last,
-            steps=self._steps if self._is_layered(one) else (),
+            steps=(self._steps if self._is_layered(one) else ()) or self._memory.pool.step_of(after),
             deadline_s=self._settings.hold_s,
         )
 
@@ -652,7 +666,8 @@ class Worker:
         cause = what, _code(error)
         if cause not in self._failures:
             self._failures.add(cause)
-            logger.warning("kvferry: %s failed%s: %s", what, f" for {request}" if request else "", error)
+            hint = SAME_LAYOUT if isinstance(error, GeometryMismatchError) else ""
+            logger.warning("kvferry: %s failed%s: %s%s", what, f" for {request}" if request else "", error, hint)
 
 
 def _blocks_of(one: Load | Receive | Store | Send) -> tuple[Blocks, ...]:

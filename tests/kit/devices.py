@@ -7,8 +7,10 @@ each test. So harnesses that hypothesis makes by the hundred need not close thei
 from __future__ import annotations
 
 import collections
+import contextlib
 import gc
 import weakref
+from collections.abc import Iterator
 from typing import Any, Final
 
 import hypothesis
@@ -57,6 +59,19 @@ class TestDevice:
             self._accelerator = Accelerator(self.name)
             self._accelerator.open()
         return self._accelerator
+
+    @contextlib.contextmanager
+    def expandable_segments(self) -> Iterator[None]:
+        """Have this process's allocator on the NPU take new memory in expandable segments meanwhile."""
+        memory = self.accelerator.torch.get_device_module(self.name).memory
+        with self.accelerator.calling():
+            memory.empty_cache()
+            memory._set_allocator_settings("expandable_segments:True")  # noqa: SLF001  torch_npu says it no other way
+        try:
+            yield
+        finally:
+            with self.accelerator.calling():
+                memory._set_allocator_settings("expandable_segments:False")  # noqa: SLF001  the same
 
     @property
     def stagings(self) -> StagingPool:

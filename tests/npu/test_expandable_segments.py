@@ -37,25 +37,15 @@ def aligned() -> torch.Tensor:
     return raw[-raw.data_ptr() % ALIGNMENT :][:size].view(torch.float16).view(SHAPE)
 
 
-def allocate_in(segments: str) -> None:
-    """Have torch_npu's allocator take new memory so."""
-    device = torch.get_device_module(DEVICE.name)
-    device.memory._set_allocator_settings(segments)  # noqa: SLF001  it says it no other way
-
-
 @pytest.fixture
 def tensors() -> Iterator[dict[tuple[str, str, int], torch.Tensor]]:
     """Return all layers' arrays, each a tensor, in an expandable segment."""
-    torch.accelerator.empty_cache()
-    allocate_in("expandable_segments:True")
-    try:
+    with DEVICE.expandable_segments():
         made = {key: aligned() for key in KEYS}
         for number, one in enumerate(made.values()):
             one.copy_(torch.arange(8 * number, 8 * number + 8).view(-1, 1, 1, 1).expand(SHAPE))
         torch.accelerator.synchronize()
         yield made
-    finally:
-        allocate_in("expandable_segments:False")
 
 
 def units(tensors: dict[tuple[str, str, int], torch.Tensor]) -> list[Units]:

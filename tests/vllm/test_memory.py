@@ -80,6 +80,8 @@ class AscendMLAAttentionSpec(MLAAttentionSpec):
     """What vllm-ascend has in the place of vLLM's, by its name; with its field of 0.23."""
 
     sparse_head_dim: tuple[int, ...] | None = None
+    cache_sparse_li_c8: bool = False
+    sfa_dcp_replicated_indexer_size: int = 1
 
 
 class AscendSFAIndexerCacheSpec(MLAAttentionSpec):
@@ -440,8 +442,9 @@ def test_staged_blocks_are_copied_and_no_others(rank: RankMemory) -> None:
 def test_vllm_ascends_tensors_of_a_layer_are_copied_each(kept_daemon: Daemon, kind: Any) -> None:  # noqa: ANN401
     """As its worker makes them: each aligned to 2 MiB, at an offset in a longer allocation, blocks outermost."""
     told, config = kv_cache_config(kind), vllm_config(device="npu")
-    kind_of_memory, spec = choose(config, told, configuration("auto"), ONE_RANK)
-    assert kind_of_memory == "staged"
+    for wanted, memory in (("auto", "registered"), ("owned", "owned"), ("staged", "staged")):
+        kind_of_memory, spec = choose(config, told, configuration(wanted), ONE_RANK)
+        assert kind_of_memory == memory
     heads, widths = (1, (RANK, ROPE)) if kind is ASCEND_MLA else (HEADS, (WIDTH, kind.head_size_v))
     layers = {name: tuple(aligned((BLOCKS, BLOCK, heads, width), kind.dtype) for width in widths) for name in names()}
     with closing(Session("ascend", str(kept_daemon.runtime_dir))) as session:
@@ -474,10 +477,20 @@ def test_vllm_ascends_caches_that_are_not_carried_are_refused_by_name() -> None:
     several, config = grouped((MHA, names()[:6]), (window(), names()[6:])), vllm_config(device="npu")
     with pytest.raises(InvalidFieldError, match="several KV cache groups with vllm-ascend"):
         spec_of(config, several, ONE_RANK, staged=True)
-    sparse = dataclasses.replace(ASCEND_MLA, sparse_head_dim=(RANK, ROPE, 8))
-    with pytest.raises(InvalidFieldError, match=r"a KV cache whose sparse_head_dim is \(16, 8, 8\)"):
-        groups_of(kv_cache_config(sparse))
-    assert groups_of(kv_cache_config(ASCEND_MLA))
+    without = dataclasses.replace(ASCEND_MLA, sparse_head_dim=(RANK, ROPE, 0))
+    with pytest.raises(InvalidFieldError, match="sparse attention in layers that use another's index"):
+        groups_of(kv_cache_config(without))
+    for field, value in (("cache_sparse_li_c8", True), ("sfa_dcp_replicated_indexer_size", 2)):
+        changed: dict[str, Any] = {field: value}
+        packed = dataclasses.replace(ASCEND_MLA, sparse_head_dim=(RANK, ROPE, 8), **changed)
+        with pytest.raises(InvalidFieldError, match=f"a KV cache whose {field} is {value}"):
+            groups_of(kv_cache_config(packed))
+    latents = kv_cache_config(ASCEND_MLA)
+    assert spec_of(config, latents, ONE_RANK, staged=False)
+    config.additional_config = {"enable_kv_nz": True}
+    with pytest.raises(InvalidFieldError, match=r"FRACTAL_NZ.*leave enable_kv_nz out") as error:
+        spec_of(config, latents, ONE_RANK, staged=False)
+    assert error.value.field == "additional_config"
     with pytest.raises(InvalidFieldError, match="a KV cache of the kind AscendSFAIndexerCacheSpec"):
         groups_of(kv_cache_config(AscendSFAIndexerCacheSpec(**vars(MLA))))
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from sglang.srt.disaggregation.utils import MetadataBuffers
 
+from kvferry.clients.devices import daemons_device
 from kvferry.clients.engine_pool import EnginePool
 from kvferry.clients.sglang import pools
 from kvferry.protocol.errors import InvalidFieldError
@@ -251,11 +252,11 @@ def test_rows_of_metadata_are_where_the_processor_reads_them(daemon: Daemon) -> 
     ("visible", "ours", "theirs"), [("", "npu:1", "npu:1"), ("3", "npu:0", "npu:3"), ("4, 6", "npu:1", "npu:6")]
 )
 def test_the_daemon_numbers_the_hosts_devices(visible: str, ours: str, theirs: str) -> None:
-    assert pools.daemons_device(ours, {"ASCEND_RT_VISIBLE_DEVICES": visible}) == theirs
+    assert daemons_device(ours, {"ASCEND_RT_VISIBLE_DEVICES": visible}) == theirs
 
 
 @pytest.mark.parametrize("visible", ["3", "0,x"])
 def test_a_device_that_is_not_visible_is_refused(visible: str) -> None:
     with pytest.raises(InvalidFieldError) as refused:
-        pools.daemons_device("npu:1", {"ASCEND_RT_VISIBLE_DEVICES": visible})
+        daemons_device("npu:1", {"ASCEND_RT_VISIBLE_DEVICES": visible})
     assert refused.value.field == "ASCEND_RT_VISIBLE_DEVICES"
