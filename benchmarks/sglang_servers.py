@@ -63,6 +63,7 @@ MOONCAKE: Final = "SGLang's mooncake backend over TCP, the same servers otherwis
 PEERS: Final = """
 [peers]
 listen = "tcp://{address}:{port}"
+insecure = true
 [network]
 transport = "mooncake"
 """

@@ -29,6 +29,7 @@ from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.self_ping import SelfPing
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Session, SessionRegistry
+from kvferry.daemon.peers.key_ring import KeyRing, open_keys
 from kvferry.daemon.peers.links import Heartbeat, PeerLinks
 from kvferry.daemon.process.access import RuntimeDirectory
 from kvferry.daemon.process.descriptors import PER_POOL, PER_REGION, PER_SESSION, Descriptors, raise_limit
@@ -165,6 +166,7 @@ class Daemon:
         network: NetworkMemory | None = None,
         tuning: Tuning = DEFAULT_TUNING,
         surroundings: Surroundings | None = None,
+        keys: KeyRing | None = None,
     ) -> None:
         """Build everything on the running loop.
 
@@ -175,6 +177,7 @@ class Daemon:
             network: what transfers between hosts go by; see ``open_network``. It is the daemon's from now on.
             tuning: what it chooses itself.
             surroundings: what its process has for it.
+            keys: by which daemons of other hosts prove who they are; see ``open_keys``.
 
         Raises:
             ConfigError: an address cannot be listened on, or tiers lack what they need.
@@ -212,6 +215,7 @@ class Daemon:
             config.network.bounce_buffer_bytes if network is not None else 0,
             descriptors,
             connection_bytes,
+            keys,
         )
         # -- pools and devices
         self._devices = Devices(config.devices, self._device_lost, tuning.stuck_after_s, keeper)
@@ -638,7 +642,8 @@ async def run_daemon(
         keep_freed_memory()
         collect_new_only()
         network = await open_network(config, tuning.network)
-        await Daemon(config, directory, stopping, network, tuning, surroundings).serve(manager)
+        keys = await open_keys(config.peers)
+        await Daemon(config, directory, stopping, network, tuning, surroundings, keys).serve(manager)
 
 
 def main(arguments: list[str] | None = None, tuning: Tuning = DEFAULT_TUNING) -> int:

@@ -27,6 +27,13 @@ def is_v6(address: str) -> bool:
     return address.startswith("tcp://[")
 
 
+def is_loopback(address: str) -> bool:
+    """Return whether only this host reaches a numeric TCP address."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(address.removeprefix("tcp://").rpartition(":")[0].strip("[]")).is_loopback
+    return False
+
+
 def is_numeric(address: str, *, or_all: bool = False) -> bool:
     """Return whether a TCP address has a numeric host, spelt canonically, with ``or_all`` also that of all hosts."""
     host = address.partition("://")[2].rpartition(":")[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -75,6 +75,9 @@ class StatusReport(ReplyBody, frozen=True, kw_only=True, tag="STATUS_REPORT"):
     """An operator has drained it; see DRAIN."""
     configuration: dict[str, ConfiguredValue] = msgspec.field(default_factory=dict)
     """The daemon's own, where STATUS asks for it; empty for others than root and the daemon's own user."""
+    peers_prove: Literal["", "key", "nothing"] = ""
+    """What daemons of other hosts prove who they are by: keys, or nothing (``peers.insecure``); empty where none can
+    connect."""
 
 
 class ConfiguredValue(msgspec.Struct, frozen=True, kw_only=True):
@@ -336,7 +339,8 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     ``state``: ``connecting`` until there is a connection, ``greeting`` until the daemon has proved that it listens at
     its address, ``up`` while it answers heartbeats, ``silent`` while one is unanswered, ``refused`` where the two
     cannot speak with each other, ``lost`` where it was up; ``why`` it is not up. ``round_trip_us``: of the last
-    heartbeat that was answered; ``quiet_ms``: since it last said anything; 0: never.
+    heartbeat that was answered; ``quiet_ms``: since it last said anything; 0: never. ``node``: its name, by its
+    key; ``keys``: how those of its keys begin that the connections of both are made with.
     """
 
     address: str
@@ -346,6 +350,8 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     round_trip_us: int = 0
     quiet_ms: int = 0
     why: str = ""
+    node: str = ""
+    keys: tuple[str, ...] = ()
 
 
 class NetworkStatus(msgspec.Struct, frozen=True, kw_only=True):

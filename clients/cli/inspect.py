@@ -6,6 +6,7 @@ import argparse
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 import msgspec
 
@@ -96,7 +97,7 @@ def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
     )
     if report.descriptors is not None:
         yield _descriptors_line(report.descriptors)
-    yield f"other daemons find it at {', '.join(report.addresses)}"
+    yield f"other daemons find it at {', '.join(report.addresses)}{_PROOFS[report.peers_prove]}"
     yield from table(
         "pools",
         ("pool", "tenant", "pages", "free", "busy", "page KiB", "GiB", "layout", "model", "device"),
@@ -122,7 +123,7 @@ def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
         of_tables = ("tables", "session", "device", "rows", "columns", "updates", "state")
         yield from table("graph tables", of_tables, [_tables_row(one) for one in report.tables])
     if report.peers:
-        of_peer = ("address", "state", "round trip ms", "heard s ago", "announced", "waiting", "why")
+        of_peer = ("address", "node", "keys", "state", "round trip ms", "heard s ago", "announced", "waiting", "why")
         yield from table("other daemons", of_peer, [_peer_row(peer) for peer in report.peers])
     if report.network:
         slots = report.network
@@ -162,11 +163,19 @@ def _others_line(others: OthersStatus) -> str:
     )
 
 
+_PROOFS: Final = {
+    "": "",
+    "key": ", with keys",
+    "nothing": "; INSECURE: whoever reaches it may act as a daemon (peers.insecure)",
+}
+
+
 def _peer_row(peer: PeerStatus) -> tuple[object, ...]:
     """Return another daemon's row; what is not known is a dash."""
     round_trip = f"{peer.round_trip_us / 1000:.2f}" if peer.round_trip_us else "-"
     heard = f"{peer.quiet_ms / 1000:.1f}" if peer.quiet_ms else "-"
-    return (peer.address, peer.state, round_trip, heard, peer.announced, peer.waiting, peer.why or "-")
+    known = (peer.address, peer.node or "-", " ".join(peer.keys) or "-")
+    return (*known, peer.state, round_trip, heard, peer.announced, peer.waiting, peer.why or "-")
 
 
 def _descriptors_line(one: DescriptorsStatus) -> str:

@@ -567,8 +567,10 @@ def _origin(channel: socket.socket, address: object) -> object:
     return address[0] if isinstance(address, tuple) else address
 
 
-def listening_on(address: str, field: str) -> socket.socket:
+def listening_on(address: str, field: str, *, shared: bool = False) -> socket.socket:
     """Return a TCP socket that listens on a numeric address, which ``field`` of the configuration names.
+
+    With ``shared`` another socket of this process that has SO_REUSEPORT may listen there too.
 
     Raises:
         ConfigError: it cannot be listened on.
@@ -577,6 +579,7 @@ def listening_on(address: str, field: str) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if is_v6(address) else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
         listener.bind((host.strip("[]"), int(port)))
         listener.listen(BACKLOG)
         listener.setblocking(False)  # noqa: FBT003  socket's own signature

@@ -6,8 +6,12 @@ key, and the key that the receiver has told the sender's address. So a message p
 to the address that it names; no boot id, restart or end is believed without this proof. A message without proof has
 only its address read, bounded in size, rate and number: the daemon greets that address, and a daemon there may answer.
 A third party that is not on the path between two daemons can neither speak for one of them, nor part them, nor repeat
-old messages. A third party that is on the path, or that listens at an address of its own, is not kept out:
-docs/operations.md says what to firewall.
+old messages. Without keys of nodes, one that is on the path, or that listens at an address of its own, is not kept out.
+
+With keys of nodes (``key_ring``) TCP connections are encrypted by CURVE, and each side proves which node it is before
+anything is read: see ``curve_listener``. A node speaks only for the address that its key is for. Where keys change, a
+link moves to a new connection with the new ones and no message is lost: the peer has handled all that was said on the
+old one before the first is sent on the new one. A link whose keys are revoked is cut off.
 
 The peer is *up* once it has said our key again. Each side detects the other's end by itself: at once where the peer's
 process ends and its host closes one of the two connections, otherwise once one of them was silent for ``timeout_ms``
@@ -41,12 +45,15 @@ from kvferry.daemon.control.control_socket import ControlSocket
 from kvferry.daemon.control.kept_bytes import ConnectionBytes
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.zmtp import ReceivedMessage
+from kvferry.daemon.peers.curve_listener import CurveListener
+from kvferry.daemon.peers.key_ring import KeyRing
 from kvferry.daemon.process.access import Listener
 from kvferry.daemon.process.descriptors import Descriptors
 from kvferry.daemon.transfer.endpoints import Incarnation
-from kvferry.protocol.addresses import IPC, is_numeric, is_v6, scheme, wrong_address, wrong_port
+from kvferry.protocol.addresses import IPC, TCP, is_loopback, is_numeric, is_v6, scheme, wrong_address, wrong_port
 from kvferry.protocol.codec import Frames, PageIds
 from kvferry.protocol.errors import (
+    AccessDeniedError,
     ConfigError,
     InvalidFieldError,
     KvferryError,
@@ -56,6 +63,7 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.ids import BootId, new_key
 from kvferry.protocol.limits import PROTOCOL_MAX, PROTOCOL_MIN, Limits, agree
+from kvferry.protocol.node_keys import NodeKey
 from kvferry.protocol.peer_messages import (
     PeerBody,
     PeerEnvelope,
@@ -100,7 +108,19 @@ WAITING_BYTES = 256 << 20
 SOCKETS_PER_LINK = 3
 """The DEALER and both ends of its monitor."""
 
+KEYS_S = 1.0
+"""How often is looked whether files of keys have changed."""
+RETIRING_S = 60.0
+"""How long a replaced key of this node may still be used by peers that have connected with it."""
+RENEWAL_S = 10.0
+"""How long a link may take to move to a connection with other keys, and when it tries that again."""
+LAST_WORDS_S = 0.1
+"""How long the end of a peer's own connection is waited for, once ours to it has ended: its last words are on that."""
+
 NOBLOCK: Final = int(zmq.NOBLOCK)  # an enum costs a microsecond a use
+_HANDSHAKE_FAILED: Final = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 _NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """What libzmq says where the process, not the address, is why there is no socket."""
 
@@ -158,6 +178,8 @@ class LinkStatus(NamedTuple):
         round_trip_us: of the last heartbeat that was answered; 0: none was.
         quiet_ms: since the last message that proved to be the peer's; 0: none did.
         why: why it is not up.
+        node: the name of the node there, by its key; empty without keys.
+        keys: the beginnings of the peer's keys that the connections of both are made with.
     """
 
     address: str
@@ -165,6 +187,15 @@ class LinkStatus(NamedTuple):
     round_trip_us: int
     quiet_ms: int
     why: str
+    node: str
+    keys: tuple[str, ...]
+
+
+class LinkKeys(NamedTuple):
+    """What a connection is made with: this node's key, and the key that the other one must prove to have."""
+
+    own: NodeKey
+    their: NodeKey
 
 
 class PeerListener(Protocol):
@@ -197,6 +228,8 @@ class PeerLink:
         guest_of: the host, or user of this one, whose message alone has named this address; None once it is up, or an
             engine here asks for it.
         heard_on: the connection on which the peer last spoke.
+        heard_key: the key with which it did; None without keys.
+        keys: what our connection is made with; None without keys.
         terms: what both sides can take, while the peer is up.
     """
 
@@ -220,6 +253,14 @@ class PeerLink:
         self._why = f"no connection to {address} yet"
         self._refused = self._was_up = False
         self.heard_on = b""
+        self.heard_key: NodeKey | None = None
+        self._attempts = 0
+        self._held = False
+        self._renewing: asyncio.Task[None] | None = None
+        self._not_renewed_at = -RENEWAL_S
+        self._spare: tuple[zmq.asyncio.Socket, zmq.asyncio.Socket] | None = None
+        self._awaited: tuple[int, asyncio.Event] | None = None
+        self.keys = owner.keys_for(address)
         self._heard_at = 0.0
         self._hinted_at = 0.0
         self._beat_number = 0
@@ -231,7 +272,7 @@ class PeerLink:
         self._sending: asyncio.Task[None] | None = None
         self._greeting: asyncio.TimerHandle | None = None
         try:
-            self._socket, self._monitor = self._open()
+            self._socket, self._monitor = self._open(self.keys)
         except zmq.ZMQError as cause:
             if cause.errno in _NO_ROOM:
                 raise OverloadedError(f"{address}: {cause.strerror}", field=field) from cause
@@ -266,19 +307,29 @@ class PeerLink:
             state = "lost" if self._was_up else "greeting" if self._connected else "connecting"
         quiet_ms = round(1000 * (now - self._heard_at)) if self._heard_at else 0
         why = "" if state == "up" else "its daemon does not answer heartbeats" if state == "silent" else self._why
-        return LinkStatus(self.address, state, round(1e6 * self._round_trip_s), quiet_ms, why)
+        keys = [key for key in (self.keys and self.keys.their, self.heard_key) if key is not None and self.peer]
+        node = self.keys.their.name if self.keys else ""
+        used = tuple(dict.fromkeys(key.short for key in keys))
+        return LinkStatus(self.address, state, round(1e6 * self._round_trip_s), quiet_ms, why, node, used)
 
     def quiet_s(self, now: float) -> float:
         """Return for how many seconds it has been down and unused; 0 while it is up."""
         return 0.0 if self._incarnation is not None else now - self.used_at
 
-    def put(self, frames: Frames) -> None:
-        """Send in order. Ignored while not connected: a new connection starts with PEER_HELLO anyway."""
+    def put(self, frames: Frames, *, at_once: bool = False) -> None:
+        """Send in order. Ignored while not connected: a new connection starts with PEER_HELLO anyway.
+
+        With ``at_once`` it does not wait for another connection: two that move to one wait for each other's answers.
+        """
         if not self._connected or self._overflowed:
+            return
+        if self._held and at_once:
+            with contextlib.suppress(zmq.Again):
+                self._at_once.send_multipart(frames, NOBLOCK)
             return
         self._outbox.append(frames)
         self._outbox_bytes += _size_bytes(frames)
-        if self._sending is None:
+        if self._sending is None and not self._held:
             self._flush()
         if len(self._outbox) > WAITING_MESSAGES or self._outbox_bytes > WAITING_BYTES:
             self._overflowed = True
@@ -326,17 +377,19 @@ class PeerLink:
         self._hinted_at = now + wait_s
         self._greeting = self._owner.loop.call_later(wait_s, self._greet)
 
-    def heard(self, connection: bytes) -> None:
-        """Note that a message has come that proved to be the peer's."""
-        self.heard_on = connection
+    def heard(self, connection: bytes, key: NodeKey | None) -> None:
+        """Note that a message has come that proved to be the peer's, with this key of its node."""
+        self.heard_on, self.heard_key = connection, key
         self._heard_at = time.monotonic()
 
     def heartbeat(self, body: PeerHeartbeat) -> None:
         """Answer a heartbeat, or process an answer."""
         if not body.answers:
-            self._owner.say(self, PeerHeartbeat(number=body.number, answers=True))
+            self._owner.say(self, PeerHeartbeat(number=body.number, answers=True), at_once=True)
             return
         self._unanswered_since = None
+        if self._awaited is not None and body.number >= self._awaited[0]:
+            self._awaited[1].set()
         if body.number == self._beat_number:
             self._round_trip_s = time.monotonic() - self._beat_at
 
@@ -350,10 +403,15 @@ class PeerLink:
             self._owner.drain_received()  # where we were busy ourselves, its answer waits there
             self._check_answered(now)
             return
+        self._say_heartbeat(now)
+        self.follow_keys(now)
+
+    def _say_heartbeat(self, now: float) -> int:
         if self._unanswered_since is None:
             self._unanswered_since = now
         self._beat_number, self._beat_at = self._beat_number + 1, now
         self._owner.say(self, PeerHeartbeat(number=self._beat_number))
+        return self._beat_number
 
     def _check_answered(self, now: float) -> None:
         if self._unanswered_since is not None and self._incarnation is not None:
@@ -381,14 +439,13 @@ class PeerLink:
         self._clear()
         if self._greeting is not None:
             self._greeting.cancel()
+        self._stop_renewing()
         self._watching.cancel()
-        self._socket.disable_monitor()  # first: after the monitor has closed, libzmq would wait for its reader
-        self._socket.close(linger_ms if is_up else 0)
-        self._monitor.close(0)
+        _close(self._socket, self._monitor, linger_ms if is_up else 0)
         self._connected = False
         self._owner.by_key.pop(self.key, None)
 
-    def _open(self) -> tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]:
+    def _open(self, keys: LinkKeys | None) -> tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]:
         """Return a DEALER that connects, and its monitor."""
         heartbeat = self._owner.heartbeat
         with contextlib.ExitStack() as unless_open:
@@ -411,7 +468,11 @@ class PeerLink:
                 (zmq.TCP_MAXRT, heartbeat.timeout_ms),
             ):
                 dealer.setsockopt(option, value)
-            monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            if keys is not None:
+                _prove(dealer, keys)
+            monitor = dealer.get_monitor_socket(
+                zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED
+            )
             unless_open.callback(monitor.close)
             unless_open.callback(dealer.disable_monitor)
             dealer.connect(self.address)
@@ -441,8 +502,11 @@ class PeerLink:
             with self._owner.going_on(self.address):
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     self._on_connected()
-                elif event == zmq.EVENT_DISCONNECTED:
+                elif event == zmq.EVENT_DISCONNECTED and self._connected:
+                    await self._owner.last_words(self)
                     self._on_disconnected()
+                elif event & _HANDSHAKE_FAILED and scheme(self.address) == TCP:
+                    await self._try_again(event)
 
     def _on_connected(self) -> None:
         self._connected = True
@@ -456,8 +520,101 @@ class PeerLink:
         self._lose(f"its connection was closed, or silent for {self._owner.heartbeat.timeout_ms} ms")
         self._renew_key()
 
+    async def _try_again(self, event: int) -> None:
+        """Connect anew after a handshake that failed, with other keys where either node has two.
+
+        libzmq itself gives up where it was refused, or where only one of the two uses keys.
+        """
+        self._owner.counters.add("peers.handshakes_failed")
+        if self.keys is None:
+            self._why = "the handshake failed: the daemon there may demand keys (peers.keys)"
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self._why = "the daemon there does not allow this node's key"
+        else:
+            self._why = "the daemon there has another key than those that are allowed here, or none"
+        self._hang_up()
+        choices: list[LinkKeys | None] = [*self._owner.choices_of_keys(self.address)] or [None]
+        self._attempts += 1
+        await asyncio.sleep((RECONNECT_MS if self._attempts % len(choices) else RECONNECT_MAX_MS) / 1000)
+        self._dial(choices[self._attempts % len(choices)])
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # it does not call already
+            self._socket.disconnect(self.address)
+
+    def _dial(self, keys: LinkKeys | None) -> None:
+        """Connect anew, with these keys."""
+        self._hang_up()
+        if keys is not None:
+            _prove(self._socket, keys)
+        self.keys = keys
+        self._socket.connect(self.address)
+
+    def follow_keys(self, now: float) -> None:
+        """Move to the keys of the moment, where the connection was made with others that still count."""
+        wanted = self._owner.keys_for(self.address)
+        if wanted is None or wanted == self.keys or self._renewing is not None or self._overflowed:
+            return
+        if self._incarnation is None:
+            if not self._connected:
+                self._dial(wanted)
+        elif now - self._not_renewed_at >= RENEWAL_S:
+            self._renewing = self._owner.loop.create_task(self._renew(wanted), name=f"keys of {self.address}")
+
+    async def _renew(self, keys: LinkKeys) -> None:
+        """Move to a connection with these keys, without a break."""
+        try:
+            self._spare = socket, monitor = self._open(keys)
+            async with asyncio.timeout(RENEWAL_S):
+                while (event := (await recv_monitor_message(monitor))["event"]) != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    if event & _HANDSHAKE_FAILED:  # it does not allow the key yet, or listens with another one as well
+                        socket.disconnect(self.address)
+                        await asyncio.sleep(RECONNECT_MS / 1000)
+                        socket.connect(self.address)
+                while not await self._all_is_handled(hold=True):
+                    pass
+                self._spare = self._socket, self._monitor
+                self._watching.cancel()
+                self._socket, self._monitor, self.keys, self._held = socket, monitor, keys, False
+                self._at_once = zmq.Socket.shadow(socket.underlying)
+                self._watching = self._owner.loop.create_task(self._watch(), name=f"link to {self.address}")
+                self._flush()
+                await self._all_is_handled()  # the peer hears us on the new connection: the end of the old one is none
+            log.info("a link has other keys", address=self.address, own=keys.own.short, their=keys.their.short)
+        except TimeoutError:
+            self._not_renewed_at = time.monotonic()
+            log.warning("a link keeps its keys: its daemon does not take the others yet", address=self.address)
+        except zmq.ZMQError as cause:
+            self._not_renewed_at = time.monotonic()
+            log.warning("a link keeps its keys", address=self.address, cause=cause.strerror)
+        finally:
+            if self._renewing is asyncio.current_task():
+                self._stop_renewing()
+                self._flush()
+
+    async def _all_is_handled(self, *, hold: bool = False) -> bool:
+        """Wait until the peer has handled all that was said, with ``hold`` while no more is said on this connection.
+
+        Return False where libzmq had not taken all of it, and therefore nothing is held.
+        """
+        handled = asyncio.Event()
+        self._awaited = (self._say_heartbeat(time.monotonic()), handled)
+        self._held = is_held = hold and not self._outbox
+        await handled.wait()
+        return is_held
+
+    def _stop_renewing(self) -> None:
+        """Go on with the connection that is used now."""
+        if self._spare is not None:
+            _close(*self._spare)
+        if self._renewing is not None and self._renewing is not asyncio.current_task():
+            self._renewing.cancel()
+        self._spare = self._renewing = self._awaited = None
+        self._held = False
+
     def _lose(self, why: str) -> None:
         """Mark the peer as lost and notify the listener."""
+        self._stop_renewing()
         peer, self._incarnation, self.peer_key = self._incarnation, None, ""
         self._unanswered_since = None
         self._why = why
@@ -488,6 +645,19 @@ class PeerLink:
             self._sending = None
 
 
+def _prove(dealer: zmq.asyncio.Socket, keys: LinkKeys) -> None:
+    """Make a DEALER prove to be this node, and demand the same of the other one."""
+    dealer.setsockopt(zmq.CURVE_SERVERKEY, keys.their.public.encode())
+    dealer.setsockopt(zmq.CURVE_PUBLICKEY, keys.own.public.encode())
+    dealer.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret.encode())
+
+
+def _close(dealer: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket, linger_ms: int = 0) -> None:
+    dealer.disable_monitor()  # first: after the monitor has closed, libzmq would wait for its reader
+    dealer.close(linger_ms)
+    monitor.close(0)
+
+
 class PeerLinks:
     """All links, and the listening socket. Serves between ``start`` and ``close``.
 
@@ -507,10 +677,11 @@ class PeerLinks:
         bounce_buffer_bytes: int = 0,
         descriptors: Descriptors | None = None,
         kept: ConnectionBytes | None = None,
+        keys: KeyRing | None = None,
     ) -> None:
         """Take over a Unix socket for daemons of this host and, with ``listen``, listen on TCP.
 
-        ``kept`` counts what connections to it keep.
+        ``kept`` counts what connections to it keep. With ``keys`` all peers over TCP prove which node they are.
 
         Raises:
             ConfigError: the TCP address cannot be listened on, or peers could not connect to it.
@@ -527,16 +698,27 @@ class PeerLinks:
         self.loop = asyncio.get_running_loop()
         self.listener: PeerListener | None = None
         self._descriptors = descriptors or Descriptors()
+        self.keys = keys
         self._router = ControlSocket(
-            listener, limits, counters, also=listen, name="peers", max_connections=self._descriptors.peers, kept=kept
+            listener,
+            limits,
+            counters,
+            also=None if keys else listen,
+            name="peers",
+            max_connections=self._descriptors.peers // (2 if keys else 1),
+            kept=kept,
         )
+        self._curve: CurveListener | None = None
+        if keys is not None and listen:
+            most = self._descriptors.peers // 2
+            self._curve = CurveListener(listen, keys, limits, counters, heartbeat.timeout_ms, most)
         self.context = zmq.asyncio.Context()
         self.context.set(zmq.MAX_SOCKETS, 2 * SOCKETS_PER_LINK * MAX_PEERS)  # a closed socket counts a little longer
         self.context.socket(zmq.DEALER).close()  # its threads begin now: without a descriptor libzmq ends the process
         self._max_links = min(MAX_PEERS, self._descriptors.links)
         self.addresses = {"ipc": f"ipc://{listener.path}"}
         if listen:
-            self.addresses["tcp"] = self._router.endpoint
+            self.addresses["tcp"] = self._curve.endpoint if self._curve is not None else self._router.endpoint
         self.by_key: dict[str, PeerLink] = {}
         self._links: dict[str, PeerLink] = {}
         self._unproven: Counter[bytes] = Counter()
@@ -560,6 +742,9 @@ class PeerLinks:
             self.loop.create_task(self._every(self.interval_s, self._beat), name="heartbeats"),
             self.loop.create_task(self._every(TIDY_S, self._tidy), name="unused links"),
         ]
+        if self._curve is not None and self.keys is not None:
+            self._curve.start(self._received, self._spoken_on, self._ended)
+            self._tasks.append(self.loop.create_task(self._follow_keys(self.keys, self._curve), name="keys of nodes"))
 
     def close(self) -> None:
         """Close all connections and stop listening; the last messages have LINGER_MS to leave. Idempotent."""
@@ -570,11 +755,21 @@ class PeerLinks:
         self._links.clear()
         self.context.term()  # before our ROUTER closes, which peers take for our end
         self._router.close()
+        if self._curve is not None:
+            self._curve.close()
 
     @property
     def is_listening(self) -> bool:
         """Return whether other daemons can connect."""
         return self._router.is_listening
+
+    @property
+    def peers_prove(self) -> Literal["", "key", "nothing"]:
+        """Return what daemons of other hosts prove who they are by; empty where none can connect."""
+        listen = self.addresses.get(TCP)
+        if listen is None:
+            return ""
+        return "key" if self.keys is not None else "" if is_loopback(listen) else "nothing"
 
     def check_reachable(self, address: str, field: str) -> None:
         """Check that this daemon can send to an address, and be answered.
@@ -588,6 +783,50 @@ class PeerLinks:
             )
         if wrong := wrong_address(address):
             raise InvalidFieldError(wrong, field=field)
+        if self.keys is not None and scheme(address) == TCP and not self.keys.keys_of(address):
+            raise InvalidFieldError(
+                f"{address}: no key of a node is allowed for this address",
+                field=field,
+                remedy="there: kvferry keys show --public, here: kvferry keys allow; or correct the address",
+            )
+
+    def keys_for(self, address: str) -> LinkKeys | None:
+        """Return what a connection to an address is to be made with; None without keys."""
+        return next(iter(self.choices_of_keys(address)), None)
+
+    def choices_of_keys(self, address: str) -> list[LinkKeys]:
+        """Return what a connection to an address may be made with, the best first."""
+        if self.keys is None or scheme(address) != TCP:
+            return []
+        return [LinkKeys(own, their) for own in self.keys.own for their in self.keys.keys_of(address)]
+
+    async def last_words(self, link: PeerLink) -> None:
+        """Wait until what a peer said before its end has come: libzmq reads it by a thread of its own."""
+        if self._curve is not None:
+            await self._curve.until_ended(link.heard_on, LAST_WORDS_S)
+
+    async def _follow_keys(self, keys: KeyRing, curve: CurveListener) -> None:
+        """Follow changes of the files of keys."""
+        retire_at = 0.0
+        while True:
+            await asyncio.sleep(KEYS_S)
+            with self.going_on():
+                now = time.monotonic()
+                if await keys.reread():
+                    retire_at = now + RETIRING_S
+                    curve.update()
+                    for link in list(self._links.values()):
+                        with self.going_on(link.address):
+                            self._check_keys(keys, link)
+                curve.retire(at_once=now >= retire_at)
+
+    def _check_keys(self, keys: KeyRing, link: PeerLink) -> None:
+        """Cut a link off whose peer has proved itself by a key that is not allowed any more; let others follow."""
+        used = [key for key in (link.keys and link.keys.their, link.heard_key) if key is not None]
+        if all(keys.node_of(key.public) == key for key in used):
+            link.follow_keys(time.monotonic())
+        else:
+            self._replace(link, "its key was revoked")
 
     def is_own(self, address: str) -> bool:
         """Return whether an address is one of this daemon's."""
@@ -622,8 +861,8 @@ class PeerLinks:
         self.say(link, body, ids)
         return True
 
-    def say(self, link: PeerLink, body: PeerBody, ids: Sequence[PageIds] = ()) -> None:
-        """Send a message to a peer that is up.
+    def say(self, link: PeerLink, body: PeerBody, ids: Sequence[PageIds] = (), *, at_once: bool = False) -> None:
+        """Send a message to a peer that is up; ``at_once``: see ``PeerLink.put``.
 
         Raises:
             TooLargeError: one of the two daemons does not take so large a message.
@@ -638,7 +877,7 @@ class PeerLinks:
                 field="limits.max_frame_bytes",
                 remedy="send smaller chunks, or give both daemons the same, larger limits.max_frame_bytes",
             )
-        link.put(frames)
+        link.put(frames, at_once=at_once)
 
     def terms_with(self, peer: Incarnation) -> Terms:
         """Return what this daemon and an incarnation that is up can take; of one that is gone, what this one can."""
@@ -698,44 +937,65 @@ class PeerLinks:
             with self.going_on():
                 call()
 
-    def _received(self, message: ReceivedMessage) -> None:
+    def _received(self, message: ReceivedMessage, key: NodeKey | None = None) -> None:
         self.counters.add("peers.received")
         head = None
         try:
             head = decode_peer_head(message.frames[0] if message.frames else b"")
-            self._process(head, message)
+            self._check_speaker(head, key)
+            self._process(head, message, key)
         except KvferryError as error:
-            self._dropped(error, head, message)
+            self._dropped(error, head, message, key)
         except Exception as error:  # a bug must not end the loop
             self.counters.add("peers.failed")
             log.exception("a peer's message failed", cause=str(error), peer=head.address if head else "")
 
+    def _check_speaker(self, head: PeerHead, key: NodeKey | None) -> None:
+        """Check that whoever has proved to be a node speaks for that one, and who has not for none.
+
+        Raises:
+            AccessDeniedError: it speaks for another one.
+        """
+        if key is not None and head.address != key.address:
+            raise AccessDeniedError(f"{key.name} speaks for {head.address}, and its key is for {key.address}")
+        if key is None and self.keys is not None and scheme(head.address) == TCP:
+            raise AccessDeniedError(f"who speaks for {head.address} has not proved its key")
+
     def _dropped(
-        self, error: KvferryError, head: PeerHead | None, message: ReceivedMessage, body: PeerBody | None = None
+        self,
+        error: KvferryError,
+        head: PeerHead | None,
+        message: ReceivedMessage,
+        key: NodeKey | None,
+        body: PeerBody | None = None,
     ) -> None:
         """Count that a message was dropped, and log it; of many in a short time only the first."""
         self.counters.add("peers.malformed")
         now = time.monotonic()
         if now - self._warned_at >= WARNING_S:
             self._warned_at = now
-            peer, origin = head.address if head else "", self._router.origin_of(message.identity)
+            peer, origin = head.address if head else "", self._origin_of(message, key)
             request_id = body.request_id if body else ""
             log.warning(
                 "a peer's message was dropped", cause=str(error), peer=peer, origin=origin, request_id=request_id
             )
 
-    def _process(self, head: PeerHead, message: ReceivedMessage) -> None:
+    def _origin_of(self, message: ReceivedMessage, key: NodeKey | None) -> object:
+        """Return whose a message is: a node's name, a user's number, or the address of a host."""
+        return self._router.origin_of(message.identity) if key is None else key.name
+
+    def _process(self, head: PeerHead, message: ReceivedMessage, key: NodeKey | None) -> None:
         link = self.by_key.get(head.to_key)
         if link is None or link.address != head.address:
             self._count_unproven(message.identity)
-            self._hint(head, self._router.origin_of(message.identity))
+            self._hint(head, self._origin_of(message, key))
             return
         if message.too_large:
             raise MalformedError(f"a message of more than {self.limits.max_message_bytes} bytes")
         incoming = decode_peer_body(head, message.frames[1:])
         body = incoming.envelope.body
         if isinstance(body, PeerHello):
-            link.heard(message.identity)
+            link.heard(message.identity, key)
             self._warn_of_names(body, link)
             link.greeted(head.key, body)
             return
@@ -743,14 +1003,14 @@ class PeerLinks:
             self.counters.add("peers.stale")
             link.hinted(head.key)
             return
-        link.heard(message.identity)
+        link.heard(message.identity, key)
         if isinstance(body, PeerHeartbeat):
             link.heartbeat(body)
         elif self.listener is not None:
             try:
                 self.listener.on_message(link.peer, body, incoming.ids)
             except KvferryError as error:
-                self._dropped(error, head, message, body)
+                self._dropped(error, head, message, key, body)
 
     def _count_unproven(self, connection: bytes) -> None:
         self.counters.add("peers.unproven")
@@ -790,10 +1050,13 @@ class PeerLinks:
         if self._links.get(link.address) is not link:
             return
         self.counters.add("peers.overflowed")
+        self._replace(link, f"it read too slowly: {link.waiting} messages were waiting")
+
+    def _replace(self, link: PeerLink, why: str) -> None:
+        """Cut a link off, and connect anew."""
         del self._links[link.address]
-        waiting = link.waiting
         link.close()
-        link.cut_off(f"it read too slowly: {waiting} messages were waiting")
+        link.cut_off(why)
         try:
             self.connect(link.address)
         except (InvalidFieldError, OverloadedError) as error:
@@ -802,6 +1065,8 @@ class PeerLinks:
     def drain_received(self) -> None:
         """Process the messages that peers have sent by now."""
         self._router.drain_received()
+        if self._curve is not None:
+            self._curve.drain_received()
 
     def _beat(self) -> None:
         now = time.monotonic()

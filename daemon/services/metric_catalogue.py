@@ -120,12 +120,12 @@ _counted("transfer_bugs", r"transfers\.(?P<what>bugs|effects_failed)", "Steps of
 _counted("transfers_matched_unsent", r"transfers\.matched_unsent", "News of receivers to sessions that do not poll.")
 _counted(
     "peer_links",
-    r"peers\.(?P<event>up|lost|dropped|overflowed|closed|guests_refused)",
+    r"peers\.(?P<event>up|lost|dropped|overflowed|closed|guests_refused|refused|handshakes_failed)",
     "What happened to links and connections of other daemons.",
 )
 _counted(
     "peer_messages",
-    r"peers\.(?P<outcome>received|unsent|stale|too_late|malformed|failed|unproven)",
+    r"peers\.(?P<outcome>received|unsent|stale|too_late|malformed|failed|unproven|revoked)",
     "Messages of other daemons.",
 )
 _counted("peer_regions_given", r"peers\.regions_given", "Pools of this host that another daemon mapped.")

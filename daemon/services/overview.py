@@ -97,6 +97,7 @@ class Overview:
             counters=of.counters.snapshot(),
             addresses=tuple(of.links.addresses.values()),
             peers=of.peers.status(),
+            peers_prove=of.links.peers_prove,
             network=of.remote.receiver.status() if of.remote.receiver else None,
             devices=tuple(of.devices.status()),
             tables=tuple(of.tables.status()),

@@ -210,6 +210,8 @@ class PeerTransferService:
                 round_trip_us=link.round_trip_us,
                 quiet_ms=link.quiet_ms,
                 why=link.why,
+                node=link.node,
+                keys=link.keys,
             )
             for link in self._links.status()
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvferry.protocol.addresses import canonical, is_numeric, unreachable_host
+from kvferry.protocol.addresses import canonical, is_loopback, is_numeric, unreachable_host
 from kvferry.protocol.config.schema import MIN_SIZE_BYTES, STAGING_BUFFERS, Config
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.settings import size_text
@@ -34,6 +34,7 @@ class Conflict(NamedTuple):
 def conflicts(config: Config, offer: HostOffer) -> Iterator[Conflict]:
     """Yield what no key shows by itself: keys that exclude each other, or that this host cannot grant."""
     yield from _addresses(config)
+    yield from _keys(config)
     yield from _memory(config, offer)
     yield from _network(config, offer)
     yield from _tiers(config, offer)
@@ -73,6 +74,20 @@ def _addresses(config: Config) -> Iterator[Conflict]:
         port = address.rpartition(":")[2] if address else ""
         if port.isdecimal() and not 0 < int(port) <= _MAX_PORT:
             yield Conflict(key, f'{key} = "{address}": the port must be from 1 to {_MAX_PORT}')
+
+
+def _keys(config: Config) -> Iterator[Conflict]:
+    peers = config.peers
+    if peers.listen and is_numeric(peers.listen) and not (is_loopback(peers.listen) or peers.keys or peers.insecure):
+        yield Conflict(
+            "peers.listen",
+            f'peers.listen = "{peers.listen}" without peers.keys: whoever reaches it could act as a daemon; make keys '
+            "(kvferry keys make), or set peers.insecure = true where the network is yours alone",
+        )
+    if peers.insecure and peers.keys:
+        yield Conflict("peers.insecure", "peers.insecure = true with peers.keys: choose one of them")
+    if peers.keys and peers.listen is None:
+        yield Conflict("peers.keys", "peers.keys without peers.listen: daemons of this host need no keys")
 
 
 def _memory(config: Config, offer: HostOffer) -> Iterator[Conflict]:

@@ -109,11 +109,15 @@ class KeeperConfig(Section, frozen=True, kw_only=True):
 class PeersConfig(Section, frozen=True, kw_only=True):
     """Other daemons: those of this host find us by our runtime directory, those of other hosts at ``listen``.
 
-    ``listen`` is ``tcp://ADDRESS:PORT`` with an address of this host that they can reach; whoever reaches it may be a
-    daemon. A peer that is silent for ``timeout_ms`` is lost; three heartbeats or more are sent in that time.
+    ``listen`` is ``tcp://ADDRESS:PORT`` with an address of this host that they can reach. ``keys`` is the folder of
+    this node's key and of those that it talks to (``kvferry keys``). Without it ``listen`` may only be a loopback
+    address, unless ``insecure`` lets whoever reaches it be a daemon. A peer that is silent for ``timeout_ms`` is lost;
+    three heartbeats or more are sent in that time.
     """
 
     listen: Listen | None = None
+    keys: Path | None = None
+    insecure: bool = False
     timeout_ms: Annotated[int, Meta(ge=50, le=600_000)] = 3000
 
     @property

@@ -21,19 +21,16 @@ import zmq
 import zmq.asyncio
 
 from kvferry.daemon.control import control_socket
-from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.zmtp import GREETING, frame
 from kvferry.daemon.peers import links as peers
-from kvferry.daemon.peers.links import Heartbeat, PeerLinks
-from kvferry.daemon.process.access import PEER_SOCKET_MODE, Listener, listen_on
+from kvferry.daemon.peers.key_ring import KeyRing
+from kvferry.daemon.peers.links import Heartbeat
 from kvferry.daemon.process.descriptors import PER_LINK, Descriptors
 from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.protocol.base import PageList
-from kvferry.protocol.codec import PageIds
 from kvferry.protocol.config.schema import PeersConfig
 from kvferry.protocol.errors import ErrorInfo, InvalidFieldError, TooLargeError
 from kvferry.protocol.ids import new_boot_id, new_key
-from kvferry.protocol.limits import Limits
 from kvferry.protocol.peer_messages import (
     OpEnded,
     PeerBody,
@@ -45,91 +42,19 @@ from kvferry.protocol.peer_messages import (
     decode_peer,
     encode_peer,
 )
+from tests.kit.links import HEARTBEAT, PATIENCE_S, Daemon
+from tests.kit.node_keys import key_folders
+from tests.kit.servers import free_ports
 from tests.protocol.samples import PEER_MESSAGES
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
-PATIENCE_S = 20.0
-HEARTBEAT = Heartbeat(50, 400)
 PATIENT = Heartbeat(10_000, 30_000)
 LOOPBACK = {"tcp": "tcp://127.0.0.1:0", "tcp6": "tcp://[::1]:0"}
+WITHOUT_KEYS = pytest.mark.parametrize("make", ["ipc", *LOOPBACK], indirect=True)
 LARGE = ReceiveClosed(
     receive_request=ReceiveName("0" * 32, "pool", 0, 1), error=ErrorInfo(code="POOL_LOST", detail="x" * 600_000)
 )
 """600 kB: more than a Unix socket buffers."""
-
-
-class _Counters(Counters):
-    """Counters that say when they change."""
-
-    def __init__(self, changed: asyncio.Event) -> None:
-        super().__init__()
-        self._changed = changed
-
-    def add(self, name: str, count: int = 1) -> None:
-        super().add(name, count)
-        self._changed.set()
-
-
-class Daemon:
-    """Links, and what they reported."""
-
-    def __init__(self, path: Path, listen: str | None = None, heartbeat: Heartbeat = HEARTBEAT) -> None:
-        self.changed = asyncio.Event()
-        self.counters = _Counters(self.changed)
-        path.unlink(missing_ok=True)  # as the runtime directory does
-        listener = Listener(path, listen_on(path, PEER_SOCKET_MODE))
-        with contextlib.ExitStack() as unless_made:
-            unless_made.callback(listener.socket.close)
-            self.links = PeerLinks(new_boot_id(), listener, listen, heartbeat, Limits(), self.counters)
-            unless_made.pop_all()
-        self.up: list[Incarnation] = []
-        self.lost: list[Incarnation] = []
-        self.said: list[tuple[Incarnation, PeerBody]] = []
-        self.in_order: list[str] = []
-        self.needed = ""
-        self.links.start(self)
-
-    @property
-    def address(self) -> str:
-        """Return where it listens: on TCP, if it does."""
-        return self.links.addresses.get("tcp", self.links.addresses["ipc"])
-
-    @property
-    def incarnation(self) -> Incarnation:
-        return Incarnation(self.address, self.links.boot_id)
-
-    async def until(self, what: Callable[[], object]) -> None:
-        """Wait until something holds; it is looked at after each report."""
-        async with asyncio.timeout(PATIENCE_S):
-            while not what():
-                self.changed.clear()
-                await self.changed.wait()
-
-    async def counts(self, name: str, count: int) -> None:
-        await self.until(lambda: self.counters.snapshot().get(name) == count)
-
-    async def meets(self, other: Daemon) -> None:
-        """Connect to another daemon; both learn who the other is."""
-        self.links.connect(other.address)
-        await self.until(lambda: self.up)
-        await other.until(lambda: other.up)
-
-    def on_up(self, peer: Incarnation) -> None:
-        self.up.append(peer)
-        self.changed.set()
-
-    def on_lost(self, peer: Incarnation, why: str) -> None:  # noqa: ARG002  as links call it
-        self.lost.append(peer)
-        self.in_order.append("lost")
-        self.changed.set()
-
-    def on_message(self, peer: Incarnation, body: PeerBody, ids: tuple[PageIds, ...]) -> None:  # noqa: ARG002
-        self.said.append((peer, body))
-        self.in_order.append("said")
-        self.changed.set()
-
-    def is_needed(self, address: str) -> bool:
-        return address == self.needed
 
 
 class ScriptedPeer:
@@ -225,8 +150,10 @@ async def start(anyio_backend: object) -> AsyncIterator[MakeDaemon]:  # noqa: AR
     """Return a function that starts links, which end with the test."""
     made: list[Daemon] = []
 
-    def start_one(path: Path, listen: str | None = None, heartbeat: Heartbeat = HEARTBEAT) -> Daemon:
-        made.append(Daemon(path, listen, heartbeat))
+    def start_one(
+        path: Path, listen: str | None = None, heartbeat: Heartbeat = HEARTBEAT, keys: KeyRing | None = None
+    ) -> Daemon:
+        made.append(Daemon(path, listen, heartbeat, keys))
         return made[-1]
 
     yield start_one
@@ -234,12 +161,20 @@ async def start(anyio_backend: object) -> AsyncIterator[MakeDaemon]:  # noqa: AR
         one.links.close()
 
 
-@pytest.fixture(params=["ipc", "tcp", "tcp6"])
+@pytest.fixture(params=["ipc", *LOOPBACK, "keys"])
 def make(request: pytest.FixtureRequest, tmp_path: Path, start: MakeDaemon) -> MakeDaemon:
     """Return a function that starts links, at the same address if it is given one."""
     numbers = itertools.count()
+    rings: dict[str, KeyRing] = {}
+    if request.param == "keys":
+        addresses = [f"tcp://127.0.0.1:{port}" for port in free_ports(4)]
+        rings = {one.key.address: one.ring() for one in key_folders(tmp_path / "keys", *addresses)}
+    unused = iter(rings)
 
     def make_one(address: str | None = None) -> Daemon:
+        if rings:
+            listen = address or next(unused)
+            return start(tmp_path / f"{next(numbers)}.sock", listen, keys=rings[listen])
         if request.param != "ipc":
             return start(tmp_path / f"{next(numbers)}.sock", address or LOOPBACK[request.param])
         return start(Path(address.removeprefix("ipc://")) if address else tmp_path / f"{next(numbers)}.sock")
@@ -306,6 +241,7 @@ async def test_an_error_of_who_is_told_of_a_loss_ends_no_link(
     assert "a link failed" in {each["event"] for each in said}
 
 
+@WITHOUT_KEYS
 async def test_an_unauthenticated_peer_can_neither_part_two_daemons_nor_speak_for_one(
     make: MakeDaemon, scripted: ScriptedPeer
 ) -> None:
@@ -439,6 +375,7 @@ async def test_unauthenticated_peers_can_have_few_addresses_called(
     await daemon.until(lambda: states(daemon) == [(other.address, "up")])
 
 
+@WITHOUT_KEYS
 async def test_who_proves_nothing_for_long_is_cut_off(
     make: MakeDaemon, scripted: ScriptedPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

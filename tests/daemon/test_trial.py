@@ -23,7 +23,11 @@ def configured(tmp_path: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("text", "key", "problem"),
     [
-        ('[peers]\nlisten = "tcp://198.51.100.1:7801"\n', "peers.listen", "cannot listen on tcp://198.51.100.1:7801"),
+        (
+            '[peers]\nlisten = "tcp://198.51.100.1:7801"\ninsecure = true\n',
+            "peers.listen",
+            "cannot listen on tcp://198.51.100.1:7801",
+        ),
         ('[peers]\nlisten = "tcp://node:7801"\n', "peers.listen", "numeric"),
         ('[metrics]\nlisten = "tcp://198.51.100.1:7801"\n', "metrics.listen", "tcp://198.51.100.1:7801"),
         ('[devices]\nopen = ["cuda:99"]\n', "devices.open", "CUDA"),

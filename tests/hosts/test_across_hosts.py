@@ -7,6 +7,9 @@ import importlib.util
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import cycle, permutations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,13 +19,16 @@ import torch
 
 from examples.demo.hosts import Host, hosts
 from kvferry.clients import AttachedPool, Client, MhaSpec, Transfer, new_request_id, pages
+from kvferry.clients.cli.main import main as command_line
 from kvferry.daemon.daemon import Tuning
 from kvferry.daemon.transports.network_memory import NetworkTuning
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import KvferryError
+from kvferry.protocol.node_keys import NodeKey, read_keys
 from kvferry.protocol.session_messages import StatusReport
 from tests import kit
 from tests.kit.daemons import Daemon, soon
+from tests.kit.node_keys import KeyFolder, key_folders
 
 DEADLINE_S = 4.0
 PORT = 7801
@@ -35,6 +41,7 @@ PATIENCE_S = 20.0
 CONFIG = """
 [peers]
 listen = "tcp://{address}:{port}"
+keys = "{keys}"
 timeout_ms = {timeout_ms}
 [network]
 transport = "mooncake"
@@ -55,6 +62,7 @@ class Node(NamedTuple):
     daemon: Daemon
     client: Client
     pool: AttachedPool
+    keys: KeyFolder
 
     @property
     def status(self) -> StatusReport:
@@ -83,17 +91,20 @@ class Node(NamedTuple):
 
 
 @contextlib.contextmanager
-def cluster(tmp_path: Path, count: int = 2, timeout_ms: int = 600, *, direct: bool = False) -> Iterator[list[Node]]:
+def cluster(tmp_path: Path, number: int = 2, timeout_ms: int = 600, *, direct: bool = False) -> Iterator[list[Node]]:
     """Run so many hosts with a daemon and an engine each; a silent peer is lost after ``timeout_ms``.
 
     With ``direct`` pages are written without bounce buffers, and what rests does so for its time.
     """
-    with hosts(count) as made, contextlib.ExitStack() as stack:
+    with hosts(number) as made, contextlib.ExitStack() as stack:
         nodes = []
-        for host in made:
+        folders = key_folders(tmp_path / "keys", *(f"tcp://{host.address}:{PORT}" for host in made))
+        for host, keys in zip(made, folders, strict=True):
             folder = tmp_path / f"host{host.number}"
             folder.mkdir()
-            config = CONFIG.format(address=host.address, port=PORT, timeout_ms=timeout_ms, direct=str(direct).lower())
+            config = CONFIG.format(
+                address=host.address, port=PORT, keys=keys.path, timeout_ms=timeout_ms, direct=str(direct).lower()
+            )
             network = NetworkTuning(
                 quarantined_bytes=1 << 30 if direct else 0,
                 quarantined_s=60.0 if direct else 1.5,  # as in production: pages do not wait for it
@@ -105,7 +116,7 @@ def cluster(tmp_path: Path, count: int = 2, timeout_ms: int = 600, *, direct: bo
                 kit.daemon(config, environment=ENVIRONMENT, prefix=host.command([]), tuning=tuning)
             )
             client = stack.enter_context(contextlib.closing(Client.connect(daemon.runtime_dir, name=f"{host.number}")))
-            nodes.append(Node(host, daemon, client, client.create_pool(POOL, SPEC)))
+            nodes.append(Node(host, daemon, client, client.create_pool(POOL, SPEC), keys))
         yield nodes
 
 
@@ -137,6 +148,82 @@ def hand_over(source: Node, destination: Node, count: int, seed: int) -> None:
     destination.client.wait_settled(transfer)
     source.client.free(POOL, sent)
     destination.client.free(POOL, received)
+
+
+def replace_key(node: Node, others: list[Node], certificate: Path) -> None:
+    """Do what docs/operations.md says an operator does, and wait until nobody uses the old key."""
+    old = read_keys(node.keys.path).own[0]
+    keys = "--keys", str(node.keys.path)
+    assert command_line(["keys", "make", *keys]) == 0
+    new = read_keys(node.keys.path).own[1]
+    certificate.write_text(new.certificate)
+    for other in others:
+        assert command_line(["keys", "allow", "--keys", str(other.keys.path), str(certificate)]) == 0
+    assert command_line(["keys", "revoke", *keys, old.name]) == 0
+    for other in others:
+        with Client.connect(other.daemon.runtime_dir, name="operator") as client:
+            assert soon(partial(uses_only, client, new))
+    for other in others:
+        assert command_line(["keys", "revoke", "--keys", str(other.keys.path), old.name, old.short]) == 0
+
+
+def uses_only(client: Client, key: NodeKey) -> bool:
+    return [one.keys for one in client.status().peers if one.address == key.address] == [(key.short,)]
+
+
+def test_keys_of_three_are_replaced_under_load_and_no_transfer_is_lost(tmp_path: Path) -> None:
+    with cluster(tmp_path, 3) as nodes, ThreadPoolExecutor(1) as operator:
+        pairs = list(permutations(nodes, 2))
+        for pair in pairs:
+            hand_over(*pair, 2, seed=1)
+        assert [one.status.peers_prove for one in nodes] == ["key"] * 3
+        for node in nodes:
+            others = [one for one in nodes if one is not node]
+            replacing = operator.submit(replace_key, node, others, tmp_path / "certificate")
+            for number, pair in enumerate(cycle(pairs)):
+                hand_over(*pair, 2, seed=number)
+                if replacing.done() and number >= len(pairs):
+                    break
+            replacing.result()
+        for pair in pairs:
+            hand_over(*pair, 2, seed=2)
+        assert [one.status.counters.get("peers.lost", 0) for one in nodes] == [0] * 3
+
+
+def test_that_nobody_needs_a_key_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with hosts(1) as (host,):
+        file = tmp_path / "daemon.toml"
+        file.write_text(f'[peers]\nlisten = "tcp://{host.address}:{PORT}"\ninsecure = true\n')
+        with kit.daemon(file.read_text(), prefix=host.command([])) as daemon:
+            assert command_line(["status", "--runtime-dir", str(daemon.runtime_dir)]) == 0
+            assert "INSECURE: whoever reaches it may act as a daemon" in capsys.readouterr().out
+            assert "any process that reaches peers.listen may act as a daemon" in daemon.log.read_text()
+        command_line(["doctor", "--config", str(file)])
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if "peers.keys" in line and "may act" in line]
+        assert "warning" in line
+
+
+def test_who_has_no_key_or_a_revoked_one_gets_no_transfer(tmp_path: Path) -> None:
+    """It knows the request id: without a key it is told neither the first token nor the payload."""
+    with cluster(tmp_path) as (prefill, decode):
+        hand_over(prefill, decode, 2, seed=1)
+        prefill.keys.revoke(decode.keys.key)
+        assert soon(lambda: not prefill.status.peers)
+        sent, received = prefill.client.allocate(POOL, 2), decode.client.allocate(POOL, 2)
+        request = new_request_id()
+        sending = prefill.client.send(
+            POOL, request, [pages(sent)], first_token=7, payload=b"secret", deadline_s=DEADLINE_S
+        )
+        receiving = decode.client.receive(
+            POOL, request, [pages(received)], source_daemons=[prefill.address], deadline_s=DEADLINE_S
+        )
+        assert {outcome(decode, receiving), outcome(prefill, sending)} == {"DEADLINE"}
+        (known,) = decode.status.peers
+        assert (known.state, "does not allow this node's key" in known.why) == ("lost", True)
+        assert prefill.status.counters["peers.refused"] >= 1
+        prefill.keys.allow(decode.keys.key)
+        assert soon(lambda: [one.state for one in decode.status.peers] == ["up"])
+        hand_over(prefill, decode, 2, seed=3)
 
 
 class Begun(NamedTuple):

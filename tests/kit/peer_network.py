@@ -124,7 +124,8 @@ class ScriptedLinks:
 
     def status(self) -> tuple[LinkStatus, ...]:
         return tuple(
-            LinkStatus(address, "up" if one.peer else "greeting", 0, 0, "") for address, one in self.connections.items()
+            LinkStatus(address, "up" if one.peer else "greeting", 0, 0, "", "", ())
+            for address, one in self.connections.items()
         )
 
     def hello(self, address: str, *, answers: bool) -> Sequence[bytes | memoryview]:

@@ -157,7 +157,9 @@ def test_a_file_that_is_none(tmp_path: Path, text: str, said: str) -> None:
     assert ("named key" in caught.value.remedy) == bool(caught.value.field)
 
 
-MOONCAKE = '[peers]\nlisten = "tcp://10.0.0.3:7801"\n[network]\ntransport = "mooncake"\n'
+KEYS = 'keys = "/etc/kvferry/keys"\n'
+LISTEN = f'[peers]\nlisten = "tcp://10.0.0.3:7801"\n{KEYS}'
+MOONCAKE = f'{LISTEN}[network]\ntransport = "mooncake"\n'
 BOUNCE_BUFFERS = 'bounce_buffers = 65536\nbounce_buffer_bytes = "1GiB"'
 ALL_MEMORY = f'bounce_buffers = {OFFER.memory_bytes >> 30}\nbounce_buffer_bytes = "1GiB"'
 STORE = '[tiers.remote]\ntransport = "mooncake_store"\naddress = "10.0.0.3"\n'
@@ -169,6 +171,9 @@ STORE = '[tiers.remote]\ntransport = "mooncake_store"\naddress = "10.0.0.3"\n'
         ('[peers]\nlisten = "tcp://10.0.0.3:70000"', "peers.listen", "65535"),
         ('[peers]\nlisten = "ipc:///run/peer.sock"', "peers.listen", "must be tcp://ADDRESS:PORT"),
         ('[peers]\nlisten = "tcp://*:7801"', "peers.listen", "tcp://[fd00::3]:7801"),
+        ('[peers]\nlisten = "tcp://10.0.0.3:7801"', "peers.listen", "peers.insecure = true"),
+        ("[peers]\n" + KEYS, "peers.keys", "peers.listen"),
+        (LISTEN + "insecure = true", "peers.insecure", "peers.keys"),
         ('[metrics]\nlisten = "tcp://localhost:9464"', "metrics.listen", "tcp://127.0.0.1:9464"),
         ('[metrics]\nlisten = "tcp://127.0.0.1:0"', "metrics.listen", "65535"),
         ('[metrics]\nlisten = "127.0.0.1:9464"', "metrics.listen", "must be tcp://ADDRESS:PORT"),
@@ -226,10 +231,11 @@ def test_the_limits_follow_from_those_of_the_file(tmp_path: Path) -> None:
         (STORE + 'protocol = "ascend"', None, "10.0.0.3"),
         ("[tiers]\nhost_bytes = 0\ntenant_bytes = 0", None, None),
         ('[tiers]\ntenant_bytes = 0\nquotas = { 7 = "1GiB" }', None, None),
-        ('[peers]\nlisten = "tcp://10.0.0.3:7801"\n[tiers.remote]\ntransport = "mooncake_store"', *("10.0.0.3",) * 2),
+        (LISTEN + '[tiers.remote]\ntransport = "mooncake_store"', *("10.0.0.3",) * 2),
         ('[network]\naddress = "node3"\n[tiers.remote]\ntransport = "mooncake_store"', "node3", "node3"),
-        ('[peers]\nlisten = "tcp://[fd00::3]:7801"', "fd00::3", "fd00::3"),
-        ('[peers]\nlisten = "tcp://10.0.0.3:7801"\n[network]\naddress = "node3"', "node3", "node3"),
+        ('[peers]\nlisten = "tcp://[fd00::3]:7801"\ninsecure = true', "fd00::3", "fd00::3"),
+        ('[peers]\nlisten = "tcp://[::1]:7801"', "::1", "::1"),
+        (LISTEN + '[network]\naddress = "node3"', "node3", "node3"),
         ('[network]\naddress = "node3"\n[tiers.remote]\naddress = "10.1.0.3"', "node3", "10.1.0.3"),
         ('[network]\naddress = "[FD00::3]"\n[tiers.remote]\naddress = "[::1]"', "FD00::3", "::1"),
     ],

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.long
 PEERS: Final = """
 [peers]
 listen = "tcp://{address}:7801"
+insecure = true
 [network]
 transport = "mooncake"
 """

@@ -167,6 +167,7 @@ HALVED: Final = [prompt(5 * CHUNK, seed) for seed in (10, 11)]
 PEERS: Final = """
 [peers]
 listen = "tcp://{address}:7801"
+insecure = true
 [network]
 transport = "mooncake"
 """

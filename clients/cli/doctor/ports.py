@@ -6,14 +6,18 @@ import ipaddress
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from kvferry.clients.cli.doctor.host import Finding, Host
+from kvferry.clients.cli.doctor.host import Finding, Host, State
 from kvferry.clients.cli.doctor.needs import Needs
 from kvferry.clients.cli.doctor.running import RESTART, Running
 from kvferry.clients.cli.doctor.trials import attempt
+from kvferry.protocol.addresses import is_loopback
+from kvferry.protocol.errors import ConfigError
+from kvferry.protocol.node_keys import read_keys
 
 # -- which process listens where, from /proc: a port that is listened on is not tried
 
@@ -105,6 +109,31 @@ def check_listen(host: Host, needs: Needs, sockets: Sequence[Listener], running:
         fix = f"with this configuration: {RESTART}"
         return Finding("warning", f"the daemon that runs does not listen at {listen}", fix)
     return finding
+
+
+def check_keys(host: Host, needs: Needs) -> Finding | None:
+    """Check what daemons of other hosts must prove; None where none can connect."""
+    peers = needs.config.peers
+    if peers.listen is None:
+        return None
+    if peers.keys is None:
+        if is_loopback(peers.listen):
+            return Finding("ok", f"none: only this host reaches {peers.listen}")
+        fix = 'kvferry keys make, and peers.keys: see docs/operations.md, "Keys"'
+        return Finding("warning", f"whoever reaches {peers.listen} may act as a daemon (peers.insecure)", fix)
+    try:
+        found = read_keys(Path(host.path(peers.keys)))
+    except ConfigError as error:
+        return Finding("missing", error.detail, error.remedy)
+    own, nodes = found.own[0], {key.name for key in found.allowed.values()}
+    problems = list(found.problems)
+    if own.address != peers.listen:
+        problems.insert(0, f"this node's key is for {own.address}, peers.listen is {peers.listen}")
+    state: State = "missing" if own.address != peers.listen else "warning" if problems else "ok"
+    fix = "kvferry keys make, in an empty folder, and allow write such files anew" if problems else ""
+    return Finding(
+        state, "; ".join(problems) or f"{own.name} has {own.short}, and allows {len(nodes)} other nodes", fix
+    )
 
 
 def check_metrics(host: Host, needs: Needs, sockets: Sequence[Listener], daemon_pid: int | None) -> Finding | None:

@@ -104,7 +104,7 @@ def test_check_says_all_that_is_wrong(
 
 EACH = {
     "tiers.host_bytes": ("8GiB", 8 << 30),
-    "peers.listen": ("tcp://10.0.0.3:7801", "tcp://10.0.0.3:7801"),
+    "peers.listen": ("tcp://127.0.0.3:7801", "tcp://127.0.0.3:7801"),
     "pools.populate": ("false", False),
     "memory.numa_node": ("1", 1),
     "devices.open": ('["npu:0", "npu:1"]', ["npu:0", "npu:1"]),
