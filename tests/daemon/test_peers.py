@@ -546,11 +546,11 @@ async def test_the_longest_unused_link_makes_room(
         daemon.links.connect(address)
     with pytest.raises(InvalidFieldError, match="4 other daemons"):
         daemon.links.connect(used)
-    clock.now += 1  # more than the timeout: they have had their chance
+    clock.now += 3  # more than the timeout: they have had their chance
     daemon.links.connect(second)
     daemon.links.connect(used)
     assert [address for address, _ in states(daemon)] == [other.address, needed, second, used]
-    clock.now += 1
+    clock.now += 3
     daemon.links.connect(used)
     daemon.links.connect(late)
     assert [address for address, _ in states(daemon)] == [other.address, needed, used, late]

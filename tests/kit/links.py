@@ -18,7 +18,7 @@ from kvferry.protocol.limits import Limits
 from kvferry.protocol.peer_messages import PeerBody
 
 PATIENCE_S = 20.0
-HEARTBEAT = Heartbeat(50, 400)
+HEARTBEAT = Heartbeat(50, 2_000)
 
 
 class _Counters(Counters):
