@@ -55,7 +55,7 @@ demo: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/system  ## run the demo: two e
 endif
 
 # On both at the same time, so that no core waits.
-test: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system $(STAMPS)/npu  ## run the tests, on the host and a simulated NPU: five minutes (ARGS="tests/protocol -k codec")
+test: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system $(STAMPS)/promtool $(STAMPS)/npu  ## run the tests, on the host and a simulated NPU: five minutes (ARGS="tests/protocol -k codec")
 	@$(BIN)/python -m tests.run $(FULL) $(ARGS)
 
 test-full: FULL := --full
@@ -162,6 +162,14 @@ $(STAMPS)/mooncake: $(STAMPS)/base
 
 $(STAMPS)/test: $(STAMPS)/base
 	$(call install,what the tests need,-e '.[test]')
+	@touch $@
+
+# Of Debian's package of Prometheus only the program that checks rules: installed, it would run as a service.
+$(STAMPS)/promtool: $(STAMPS)/system
+	@command -v promtool >/dev/null || { echo "==> fetching promtool into $(VENV)" && cd $(STAMPS) && \
+	    { apt-get download -q prometheus || { apt-get update -q && apt-get download -q prometheus; }; } && \
+	    dpkg-deb --fsys-tarfile prometheus_*.deb | tar -xC ../bin --strip-components=3 ./usr/bin/promtool && \
+	    rm prometheus_*.deb; } || echo "please install: promtool" >&2
 	@touch $@
 
 # What tests install into fresh environments, so that they need no network.

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 import pytest
 
 from kvferry.daemon.services.metric_catalogue import METRICS, Metric
-from tests.kit.monitoring import OF_TARGETS, SELECTOR, board, queries, rules
+from tests.kit.monitoring import FOLDER, OF_TARGETS, SELECTOR, board, queries, rules
 
 OF_OTHERS: Final = {"up", "process_start_time_seconds", "process_cpu_seconds_total"}
 
@@ -77,3 +82,22 @@ def test_each_alert_says_what_and_what_to_do() -> None:
         assert rule["annotations"].keys() == {"summary", "description"}
         legend = set(re.findall(r"\$labels\.(\w+)", json.dumps(rule["annotations"])))
         assert legend <= OF_TARGETS | {label for one in METRICS.values() for label in one.labels}
+
+
+def test_prometheus_takes_the_rules_and_all_queries(tmp_path: Path, require: Callable[[object, str], None]) -> None:
+    promtool = shutil.which("promtool") or shutil.which("promtool", path=sysconfig.get_path("scripts"))
+    require(promtool, "promtool, which is in Prometheus' package")
+
+    def check(file: Path) -> str:
+        done = subprocess.run([str(promtool), "check", "rules", file], capture_output=True, text=True, check=False)
+        return done.stdout + done.stderr
+
+    def recorded(*found: str) -> Path:
+        made = [{"record": f"query_{number}", "expr": re.sub(r"\$\w+", "5m", one)} for number, one in enumerate(found)]
+        file = tmp_path / "queries.json"  # YAML, too
+        file.write_text(json.dumps({"groups": [{"name": "queries", "rules": made}]}))
+        return file
+
+    assert f"SUCCESS: {len(rules())} rules found" in check(FOLDER / "kvferry.rules.yml")
+    assert f"SUCCESS: {len(queries())} rules found" in check(recorded(*queries().values()))
+    assert "parse error" in check(recorded("sum by (state) kvferry_pool_pages)"))
