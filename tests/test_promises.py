@@ -47,3 +47,13 @@ def test_each_promise_has_a_test_that_is_there() -> None:
     assert [one.promise for one in page if not TEST.search(one.tests)] == []
     assert [lost for one in page for lost in missing(one)] == []
     assert len({one.promise for one in page}) == len(page)
+
+
+def test_each_row_of_the_threat_model_has_tests_that_are_there() -> None:
+    page = PAGE.with_name("security.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 15
+    for row in rows:
+        named = TEST.findall(row.strip("|").split("|")[-1])
+        assert named, row
+        assert [name for file, name in named if name not in names_in(TESTS / file)] == [], row

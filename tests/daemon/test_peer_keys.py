@@ -22,13 +22,15 @@ from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.ids import new_boot_id, new_key
 from kvferry.protocol.node_keys import NodeKey
 from kvferry.protocol.peer_messages import OpEnded, PeerEnvelope, PeerHello, encode_peer
-from tests.kit.links import HEARTBEAT, Daemon
+from tests.kit.links import Daemon
 from tests.kit.node_keys import KeyFolder, key_folders, new_node_key
 from tests.kit.servers import free_ports
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 MakeNodes = Callable[..., list["Node"]]
 PATIENT = Heartbeat(10_000, 60_000)
+ALIVE = Heartbeat(50, 10_000)
+"""No busy machine is taken for a lost peer."""
 
 
 class Node(Daemon):
@@ -105,7 +107,7 @@ async def make(tmp_path: Path, anyio_backend: object, monkeypatch: pytest.Monkey
     folders = await asyncio.to_thread(key_folders, tmp_path / "keys", *addresses)
     rings = [await asyncio.to_thread(one.ring) for one in folders]
 
-    def start(count: int, heartbeat: Heartbeat = HEARTBEAT) -> list[Node]:
+    def start(count: int, heartbeat: Heartbeat = ALIVE) -> list[Node]:
         numbered = enumerate(zip(folders[:count], rings, strict=False))
         made.extend(Node(tmp_path / f"{number}.sock", *keys, heartbeat) for number, keys in numbered)
         return made
