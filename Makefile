@@ -37,7 +37,7 @@ VLLM_NPU_BIN := $(VENV_VLLM_NPU)/bin
 # One at a time: two installs into one environment would step on each other.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-sglang test-sglang-full test-sglang-npu test-vllm test-vllm-full test-vllm-npu torture check bench flame census sync-client peers clean
+.PHONY: help demo test test-full test-sglang test-sglang-full test-sglang-npu test-vllm test-vllm-full test-vllm-npu torture check audit sbom bench flame census sync-client peers clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -90,6 +90,17 @@ check: $(STAMPS)/demo $(STAMPS)/test $(STAMPS)/check  ## check style, types and 
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/bandit -q -c pyproject.toml -r attention clients daemon pools protocol
+
+audit: $(STAMPS)/audit  ## look each pinned version up in the database of known vulnerabilities, which needs the network
+	$(BIN)/pip-audit --disable-pip --no-deps -r constraints.txt $(ARGS)
+
+sbom: $(STAMPS)/audit  ## build the wheel, and beside it the bill of materials of what it needs (dist/kvferry.cdx.json)
+	@rm -rf build/sbom dist
+	@$(BIN)/python -m pip wheel -q --no-build-isolation --no-deps -w dist .
+	@$(BIN)/python -m venv --without-pip build/sbom
+	@$(BIN)/python -m pip --python build/sbom/bin/python install -q -c constraints.txt dist/kvferry-*.whl
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o dist/kvferry.cdx.json build/sbom/bin/python
 
 bench: $(STAMPS)/mooncake $(STAMPS)/system $(STAMPS)/npu $(if $(filter sglang,$(NAMES)),$(STAMPS)/sglang $(STAMPS)/models) $(if $(filter vllm,$(NAMES)),$(STAMPS)/vllm $(STAMPS)/models)  ## measure (NAMES="a b" selects, TRACE=FILE replays a trace, DEVICE=cuda:0 is another device, STRICT=1 fails where a target within reach is missed)
 	@$(BIN)/python -m benchmarks $(NAMES) $(if $(TRACE),--trace $(TRACE)) $(if $(DEVICE),--device $(DEVICE)) $(if $(STRICT),--strict)
@@ -180,6 +191,10 @@ $(STAMPS)/wheels: $(STAMPS)/base tests/kit/installs.py
 
 $(STAMPS)/check: $(STAMPS)/base
 	$(call install,what the checks need,-e '.[check]')
+	@touch $@
+
+$(STAMPS)/audit: $(STAMPS)/base
+	$(call install,what audits need,-e '.[audit]')
 	@touch $@
 
 # It sees all packages of $(VENV), and torch_npu on top of them. The simulator of CANN is compiled.
