@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -24,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     RSWASpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
     create_kv_cache_views,
     get_kv_quant_mode,
 )
@@ -355,6 +357,20 @@ def test_order_of_bytes_is_that_of_the_models_dtype() -> None:
             "RSWASpec",
         ),
         (states(mamba_cache_mode="align"), {}, "mamba_cache_mode align"),
+        (states(mamba_type=MambaAttentionBackendEnum.MAMBA1), {}, "states of Mamba 1"),
+        (
+            UniformTypeKVCacheSpecs(
+                block_size=BLOCK,
+                kv_cache_specs={
+                    "model.layers.0.self_attn.attn": MLA,
+                    "model.layers.0.self_attn.indexer.k_cache": MLAAttentionSpec(
+                        block_size=BLOCK, num_kv_heads=1, head_size=132, dtype=torch.uint8
+                    ),
+                },
+            ),
+            {},
+            "sparse attention and its index",
+        ),
         (full_attention(state_content_bytes=136), {}, "dtype auto with rows of 136 bytes"),
         (full_attention(state_content_bytes=136), {"dtype": "turboquant_k8v4"}, "dtype turboquant_k8v4 with rows"),
         (
@@ -365,7 +381,7 @@ def test_order_of_bytes_is_that_of_the_models_dtype() -> None:
         (MLAAttentionSpec(block_size=8, num_kv_heads=1, head_size=80, dtype=torch.bfloat16), {}, "latents of 80"),
         (full_attention(dtype=torch.uint8), {"dtype": "nvfp4"}, "nvfp4"),
     ],
-    ids=["gap", "states", "scales", "packed", "latents with scales", "latents", "dtype"],
+    ids=["gap", "states", "Jamba", "sparse attention", "scales", "packed", "latents with scales", "latents", "dtype"],
 )
 def test_what_is_not_carried_is_refused_by_name(kind: Any, more: dict[str, Any], said: str) -> None:  # noqa: ANN401
     told = kv_cache_config(kind)
