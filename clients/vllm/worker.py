@@ -75,14 +75,23 @@ ASK_AT_ONCE: Final = 64
 """How often, and for how many at once, a daemon is asked again that had no room for their transfers."""
 
 
-class Read(NamedTuple):
-    """Blocks that a store reads: until it is over they may not be written."""
+class Reading:
+    """A store of several requests' blocks, which may not be written until it is over.
 
-    work: Transfer | TierOperation
-    generation: int
-    began_s: float
-    size: int
-    number: int
+    Attributes:
+        work: the daemon's operation.
+        generation: of the engine's client.
+        began_s: when it was begun.
+        stores: of each request, as one.
+        is_over: whether it has been seen to be over.
+    """
+
+    def __init__(self, work: Transfer | TierOperation, generation: int, began_s: float) -> None:
+        self.work = work
+        self.generation = generation
+        self.began_s = began_s
+        self.stores: list[Store] = []
+        self.is_over = False
 
 
 class Sending:
@@ -171,8 +180,10 @@ class Worker:
         self._pool = memory.pool.name
         self._settings = settings
         self._rank = rank
-        self._reads: dict[str, list[Read]] = defaultdict(list)
-        """By request."""
+        self._readings: list[Reading] = []
+        """Those that are not over."""
+        self._reads: dict[str, list[tuple[Reading, int]]] = defaultdict(list)
+        """By request, with the number of each store."""
         self._sends: dict[str, Sending] = {}
         """By request, until its last chunk has come or it has ended."""
         self._writes: dict[str, list[Write]] = defaultdict(list)
@@ -273,8 +284,8 @@ class Worker:
         loaded = {request for request, writes in tuple(self._writes.items()) if self._are_written(writes)}
         for request in loaded:
             self._end_writes(self._writes.pop(request))
-        for request in [one for one in {*self._reads, *self._sends} if self._is_read_out(one)]:
-            if not self._has_more(request):
+        for request in {*self._look_at_stores(), *self._sends}:
+            if self._is_read_out(request) and not self._has_more(request):
                 self._forget(request)
         over = {request for request in self._ended if request not in self._reads and request not in self._sends}
         self._ended -= over
@@ -393,6 +404,20 @@ class Worker:
             return False
         return now_s < one.began_s + self._settings.receive_s
 
+    def _look_at_stores(self) -> list[str]:
+        """Return the requests of stores that are over since the last look."""
+        requests: list[str] = []
+        for one in [one for one in self._readings if self._is_over(one)]:
+            one.is_over = True
+            self._readings.remove(one)
+            error = self._error_of(one)
+            if error is None:
+                self._worked("store", self._memory.size_of(store.blocks for store in one.stores), one.began_s)
+            else:
+                self._failed("store", error)
+            requests += [store.request for store in one.stores]
+        return requests
+
     def _look_at_sends(self) -> None:
         """Take note of prompts that travel no further; what the daemon still has of them it is told to end."""
         for request, one in self._sends.items():
@@ -445,15 +470,19 @@ class Worker:
         self, reads: Sequence[Store | Send], begun: Mapping[int, Transfer | TierOperation], generation: int
     ) -> None:
         now_s = time.monotonic()
+        reading: Reading | None = None
         for one in reads:
-            read = begun.get(id(one))
+            work = begun.get(id(one))
             if isinstance(one, Send):
-                self._note_send(one, read, generation)
-            elif read is None:
+                self._note_send(one, work, generation)
+            elif work is None:
                 self._read.append(one.number)
             else:
-                size = self._memory.size_of([one.blocks])
-                self._reads[one.request].append(Read(read, generation, now_s, size, one.number))
+                if reading is None or reading.work is not work:
+                    reading = Reading(work, generation, now_s)
+                    self._readings.append(reading)
+                reading.stores.append(one)
+                self._reads[one.request].append((reading, one.number))
 
     def _note_send(self, one: Send, work: Transfer | TierOperation | None, generation: int) -> None:
         """Take note of a chunk; the chunks of a prompt are one transfer."""
@@ -561,11 +590,11 @@ class Worker:
         )
         self._engine.say(asked(body))
 
-    def _is_gone(self, one: Read | Write | Sending) -> bool:
+    def _is_gone(self, one: Reading | Write | Sending) -> bool:
         """Return whether nothing that moved it is there any more."""
         return one.generation != self._engine.generation or self._engine.lost is not None
 
-    def _is_over(self, one: Read | Write | Sending) -> bool:
+    def _is_over(self, one: Reading | Write | Sending) -> bool:
         """Return whether no byte of it can move any more."""
         work = one.work
         if isinstance(one, Sending) and one.error is None:
@@ -574,9 +603,9 @@ class Worker:
 
     def _is_read_out(self, request: str) -> bool:
         sending = self._sends.get(request)
-        return all(self._is_over(one) for one in self._reads.get(request, ())) and (
-            sending is None or self._is_over(sending)
-        )
+        reads = self._reads.get(request, ())
+        is_read = all(one.is_over or self._is_over(one) for one, _ in reads)
+        return is_read and (sending is None or self._is_over(sending))
 
     def _has_more(self, request: str) -> bool:
         """Return whether chunks of a prompt may still come."""
@@ -589,14 +618,14 @@ class Worker:
         sending = self._sends.pop(request, None)
         if sending is not None and sending.error is None:
             self._worked("send", self._memory.size_of(sending.sent), sending.began_s)
-        for one in self._reads.pop(request, ()):
-            self._read.append(one.number)
-            error = one.work.error or (None if _has_ended(one.work) else DaemonLostError("the daemon ended"))
-            if error is None:
-                self._worked("store", one.size, one.began_s)
-                self._stored.append(one.number)
-            else:
-                self._failed("store", error)
+        for reading, number in self._reads.pop(request, ()):
+            self._read.append(number)
+            if self._error_of(reading) is None:
+                self._stored.append(number)
+
+    def _error_of(self, one: Reading) -> Exception | None:
+        """Return why a store that is over has stored nothing."""
+        return one.work.error or (None if _has_ended(one.work) else DaemonLostError("the daemon ended"))
 
     def _all_writes(self) -> Iterator[Write]:
         return itertools.chain.from_iterable(self._writes.values())
