@@ -5,6 +5,9 @@ may take both cores (NIXL's do). Prefill has all but the last block of a prompt 
 short; decode has nothing, and gets all of it. Each engine's greedy tokens are compared with those of vLLM without a
 connector, and what its connector was to bring is counted: where a token is wrong, or KV was computed that should have
 come, there is an error instead of figures. On this machine two engines and the daemon share the cores.
+
+Hand-overs are measured with a small model of random weights, too, which has sliding windows beside full attention: a
+Gemma 3, beside NIXL's connector.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from benchmarks.processes import free_port, running_daemon
 ROOT: Final = Path(__file__).parents[1]
 PYTHON: Final = ROOT / ".venv-vllm" / "bin" / "python"
 PEERS: Final = ROOT / ".peers" / "vllm" / "bin" / "python"
-MODEL: Final = ROOT / ".models" / "smollm2-135m"
+MODELS: Final = ROOT / ".models"
 
 LENGTHS: Final = (128, 1024, 4096)
 """Of what is handed over or found; two tokens more are computed, so that it is whole blocks by anybody's rounding."""
@@ -56,7 +59,6 @@ CHARACTERS: Final = 80_000
 """Of this project's manuals, of which prompts are made."""
 
 NEW: Final = 4
-TOKEN_BYTES: Final = 30 * 2 * 3 * 64 * 4  # of K and V: layers, heads, channels, bytes
 IDLE_STEPS: Final = 60
 IN_FLIGHT: Final = 64
 BUSY_STEPS: Final = 24
@@ -80,6 +82,27 @@ REMOTE_DECODE: Final = {
 
 RECOMPUTED: Final = "vLLM without a connector, which computes the prompt again"
 PLAIN_STEP: Final = "the whole step of vLLM without a connector: the ratio is the connector's share"
+
+
+class Model(NamedTuple):
+    """What engines compute.
+
+    Attributes:
+        name: of its folder.
+        rows: how the names of its rows begin.
+        blocks: of an engine.
+        token_bytes: of K and V of a token in all layers.
+    """
+
+    name: str
+    rows: str
+    blocks: int
+    token_bytes: int
+
+
+SMOLLM2: Final = Model("smollm2-135m", "vllm", 160, 30 * 2 * 3 * 64 * 4)
+GEMMA: Final = Model("tiny-gemma", "vllm/gemma3", 480, 6 * 2 * 2 * 32 * 4)
+"""Four of its six layers have a window of 96 tokens, of which a request goes on with the last."""
 
 
 class WrongResultError(RuntimeError):
@@ -170,9 +193,12 @@ class Prompts:
 class Engines:
     """The engines of a contender."""
 
-    def __init__(self, contender: Contender, prefill: Engine | None, decode: Engine, prompts: Prompts) -> None:
+    def __init__(
+        self, contender: Contender, model: Model, prefill: Engine | None, decode: Engine, prompts: Prompts
+    ) -> None:
         """Take them; without ``prefill`` decode has no connector."""
         self.contender = contender
+        self.model = model
         self.prompts = prompts
         self._prefill, self._decode = prefill, decode
 
@@ -281,7 +307,7 @@ class Engines:
             )
         moved = self.contender.moved
         if moved is None:
-            return _whole_blocks(prompt) * TOKEN_BYTES
+            return _whole_blocks(prompt) * self.model.token_bytes
         return sum(moved(one.data) for one in noted if isinstance(one, Said))
 
     def _all(self) -> list[Engine]:
@@ -306,31 +332,46 @@ def measure(effort: Effort) -> list[Row]:
         MissingPeerError: vLLM, or the model, is not there, or kvferry's own engines do not do what they should; says
             why.
     """
-    for needed in (PYTHON, MODEL):
+    for needed in (PYTHON, *(MODELS / one.name for one in (SMOLLM2, GEMMA))):
         if not needed.exists():
             raise MissingPeerError(f"there is no {needed}: `make bench NAMES=vllm` sets it up")
-    prompts = Prompts()
-    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as name, ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as name:
         folder = Path(name)
+        rows = measure_model(SMOLLM2, (example, nixl, lmcache), folder / SMOLLM2.name, effort)
+        return rows + measure_model(GEMMA, (nixl,), folder / GEMMA.name, effort, hand_overs_alone=True)
+
+
+def measure_model(
+    model: Model, peers: Sequence[MakeContender], folder: Path, effort: Effort, *, hand_overs_alone: bool = False
+) -> list[Row]:
+    """Measure engines of a model against recomputing, and against peers.
+
+    Raises:
+        MissingPeerError: kvferry's own engines do not do what they should.
+    """
+    prompts = Prompts()
+    with ExitStack() as stack:
         try:
-            ours = stack.enter_context(running_engines(kvferry, folder, prompts))
-            with running_engines(plain, folder, prompts) as peer:
+            ours = stack.enter_context(running_engines(kvferry, model, folder, prompts))
+            with running_engines(plain, model, folder, prompts) as peer:
                 ours.wait_until_ready()
                 peer.wait_until_ready()
                 peer.fill_prompts(LENGTHS[: effort.pick(len(LENGTHS), 1)])
-                rows = against_recompute(ours, peer, effort)
-                baseline, more = against_plain_steps(ours, peer, effort)
-                rows += more
+                rows, parts = against_recompute(ours, peer, effort), [hand_overs]
+                if not hand_overs_alone:
+                    baseline, more = against_plain_steps(ours, peer, effort)
+                    rows += more
+                    parts += [hits, partial(steps, baseline=baseline)]
         except (EngineError, WrongResultError) as error:
             raise MissingPeerError(str(error)) from error
-        for contender in (example, nixl, lmcache):
+        for contender in peers:
             try:
-                with running_engines(contender, folder, prompts) as peer:
+                with running_engines(contender, model, folder, prompts) as peer:
                     peer.wait_until_ready()
-                    for part in (hand_overs, hits, partial(steps, baseline=baseline)):
+                    for part in parts:
                         rows += _tried(part, ours, peer, effort)
             except (EngineError, LMCacheError, MissingPeerError) as error:
-                _say(f"not measured: {contender.__name__}: {error}")
+                _say(f"not measured: {contender.__name__}, {model.name}: {error}")
     return rows
 
 
@@ -346,8 +387,8 @@ def against_recompute(ours: Engines, peer: Engines, effort: Effort) -> list[Row]
                 one.append(figure)
         handed, found, computed = (one[1:] for one in figures)
         row = partial(row_of, unit=MILLISECONDS, peer=computed, peer_is=RECOMPUTED, target=AS_FAST)
-        rows.append(_said(row(f"vllm/handover/{_length(prompts)}_tokens/against_recompute", ours=handed)))
-        rows.append(_said(row(f"vllm/hit/{_length(prompts)}_tokens/against_recompute", ours=found)))
+        rows.append(_said(row(f"{ours.model.rows}/handover/{_length(prompts)}_tokens/against_recompute", ours=handed)))
+        rows.append(_said(row(f"{ours.model.rows}/hit/{_length(prompts)}_tokens/against_recompute", ours=found)))
     return rows
 
 
@@ -383,15 +424,17 @@ def hand_overs(ours: Engines, peer: Engines, effort: Effort) -> list[Row]:
             with peer.standing_still():
                 both[0].append(ours.hand_over(prompt))
             both[1].append(peer.hand_over(prompt))
-        name, length = peer.contender.name, _length(prompts)
+        name, of, length = peer.contender.name, ours.model.rows, _length(prompts)
         figures = ["first_token", "arrived"] if peer.contender.loads_meanwhile else ["first_token"]
         for figure in figures:
             mine, theirs = ([getattr(found, figure) for found in one[1:]] for one in both)
-            where = f"vllm/handover/{length}_tokens{'' if figure == 'first_token' else f'/{figure}'}/against_{name}"
+            where = f"{of}/handover/{length}_tokens{'' if figure == 'first_token' else f'/{figure}'}/against_{name}"
             rows.append(_said(row_of(where, MILLISECONDS, mine, theirs, peer_is=peer.contender.is_, target=AS_FAST)))
         mine, theirs = ([found.bytes_a_token for found in one[1:]] for one in both)
-        where = f"vllm/bytes_a_token/{length}_tokens/against_{name}"
-        rows.append(_said(row_of(where, BYTES, mine, theirs, peer_is=peer.contender.is_, note=_copied(length))))
+        where = f"{ours.model.rows}/bytes_a_token/{length}_tokens/against_{name}"
+        rows.append(
+            _said(row_of(where, BYTES, mine, theirs, peer_is=peer.contender.is_, note=_copied(length, ours.model)))
+        )
     return rows
 
 
@@ -491,8 +534,9 @@ def lmcache(folder: Path) -> Iterator[Contender]:
 
 
 @contextmanager
-def running_engines(make: MakeContender, folder: Path, prompts: Prompts) -> Iterator[Engines]:
+def running_engines(make: MakeContender, model: Model, folder: Path, prompts: Prompts) -> Iterator[Engines]:
     """Start a contender's engines, not waiting for them."""
+    folder.mkdir(exist_ok=True)
     with make(folder) as contender, ExitStack() as stack:
         started = [
             stack.enter_context(
@@ -500,7 +544,8 @@ def running_engines(make: MakeContender, folder: Path, prompts: Prompts) -> Iter
                     f"{contender.name}'s {side}",
                     contender.python,
                     folder / f"{contender.name}-{side}",
-                    MODEL,
+                    MODELS / model.name,
+                    model.blocks,
                     connector,
                     environment,
                 )
@@ -510,7 +555,7 @@ def running_engines(make: MakeContender, folder: Path, prompts: Prompts) -> Iter
             )
             if connector is not None or side == "decode"
         ]
-        yield Engines(contender, started[0] if len(started) > 1 else None, started[-1], prompts)
+        yield Engines(contender, model, started[0] if len(started) > 1 else None, started[-1], prompts)
 
 
 def _connector(name: str, role: str, extra: Mapping[str, object], **more: object) -> dict[str, Any]:
@@ -570,11 +615,12 @@ def _external_tokens(notes: Sequence[Note]) -> int:
     return sum(one.tokens for one in notes if isinstance(one, External))
 
 
-def _copied(tokens: int) -> str:
+def _copied(tokens: int, model: Model) -> str:
     """Say how much KV so many tokens have, and how long it takes to copy that at least."""
-    copy = memcpy(tokens * TOKEN_BYTES)
+    size = tokens * model.token_bytes
+    copy = memcpy(size)
     copy_ms = median(seconds(copy) for _ in range(5)) * 1e3
-    return f"{tokens * TOKEN_BYTES / 1e6:.1f} MB, which one memcpy copies in {copy_ms:.1f} ms"
+    return f"{size / 1e6:.1f} MB, which one memcpy copies in {copy_ms:.1f} ms"
 
 
 def _said(row: Row) -> Row:

@@ -30,7 +30,6 @@ ARGUMENTS: Final = {
     "max_model_len": 8192,
     "max_num_batched_tokens": 8192,  # one chunk: a part of the peers stores whole prompts only
     "max_num_seqs": 64,
-    "num_gpu_blocks_override": 160,
     "disable_log_stats": False,
 }
 ENVIRONMENT: Final = {
@@ -164,6 +163,7 @@ def running_engine(
     python: Path,
     folder: Path,
     model: Path,
+    blocks: int,
     connector: Mapping[str, object] | None,
     environment: Mapping[str, str],
 ) -> Iterator[Engine]:
@@ -174,12 +174,13 @@ def running_engine(
         python: of the environment.
         folder: for its log and its notes; made.
         model: a folder.
+        blocks: of its KV memory.
         connector: vLLM's ``kv_transfer_config``; None: none.
         environment: more variables.
     """
     folder.mkdir(parents=True)
     (folder / "notes").touch()
-    arguments = ARGUMENTS | {"model": os.fspath(model)}
+    arguments = ARGUMENTS | {"model": os.fspath(model), "num_gpu_blocks_override": blocks}
     if connector is not None:
         arguments |= {"kv_transfer_config": dict(connector)}
     path = [os.fspath(one) for one in (ROOT / "src", ROOT, _plugin(folder))]

@@ -100,12 +100,23 @@ def groups_of(kv_cache_config: KVCacheConfig) -> list[Group]:
     return [_group(number, one) for number, one in enumerate(kv_cache_config.kv_cache_groups)]
 
 
-def _group(number: int, told: object) -> Group:
-    spec: KVCacheSpec = told.kv_cache_spec  # type: ignore[attr-defined]
+def _check_kind(spec: KVCacheSpec) -> None:
+    """Check that a group's layers are of a kind that is carried.
+
+    Raises:
+        InvalidFieldError: names what it is.
+    """
     if type(spec).__name__ == "UniformTypeKVCacheSpecs":
         raise refusal("layers of unlike sizes in one group, as of sparse attention and its index", "kv_cache_groups")
     if type(spec) not in KINDS and type(spec).__name__ != ASCEND_LATENTS:
         raise refusal(f"a KV cache of the kind {type(spec).__name__}", "kv_cache_groups")
+    if isinstance(spec, MambaSpec) and str(getattr(spec.mamba_type, "name", spec.mamba_type)).upper() == "MAMBA1":
+        raise refusal("states of Mamba 1 (Jamba)", "kv_cache_groups")
+
+
+def _group(number: int, told: object) -> Group:
+    spec: KVCacheSpec = told.kv_cache_spec  # type: ignore[attr-defined]
+    _check_kind(spec)
     for name, plain in PLAIN:
         found = getattr(spec, name, plain)
         if found != plain:
@@ -113,8 +124,6 @@ def _group(number: int, told: object) -> Group:
     if getattr(spec, "sparse_head_dim", None) and index_of(spec) is None:
         raise refusal("sparse attention in layers that use another's index", "kv_cache_groups")
     if isinstance(spec, MambaSpec):
-        if str(getattr(spec.mamba_type, "name", spec.mamba_type)).upper() == "MAMBA1":
-            raise refusal("states of Mamba 1 (Jamba)", "kv_cache_groups")
         if spec.mamba_cache_mode != "none":
             raise InvalidFieldError(
                 f"states with vLLM's prefix cache (mamba_cache_mode {spec.mamba_cache_mode}): it finds no block for "

@@ -28,7 +28,8 @@ def test_the_benchmark_measures(capfd: pytest.CaptureFixture[str]) -> None:
     """Those peers that are installed run, and the others are named."""
     names = [row.name for row in vllm.measure(Effort(quick=True))]
     assert {"vllm/handover/128_tokens/against_recompute", "vllm/hit/128_tokens/against_example"} <= set(names)
+    assert "vllm/gemma3/handover/128_tokens/against_recompute" in names
     assert len(set(names)) == len(names)
     said = capfd.readouterr().err
     for peer in ("nixl", "lmcache"):
-        assert f"against_{peer}" in said or f"not measured: {peer}: " in said
+        assert f"against_{peer}" in said or f"not measured: {peer}, " in said
