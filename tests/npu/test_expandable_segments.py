@@ -41,7 +41,11 @@ def aligned() -> torch.Tensor:
 def tensors() -> Iterator[dict[tuple[str, str, int], torch.Tensor]]:
     """Return all layers' arrays, each a tensor, in an expandable segment."""
     with DEVICE.expandable_segments():
-        made = {key: aligned() for key in KEYS}
+        made, elsewhere = {}, []  # where segments of tests before have room left
+        for key in KEYS:
+            while not units({key: (one := aligned())}):
+                elsewhere.append(one)
+            made[key] = one
         for number, one in enumerate(made.values()):
             one.copy_(torch.arange(8 * number, 8 * number + 8).view(-1, 1, 1, 1).expand(SHAPE))
         torch.accelerator.synchronize()
