@@ -197,25 +197,31 @@ class CurveListener:
     def _open(self, key: NodeKey) -> _Socket:
         for one in self._sockets:
             one.listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listening = listening_on(self.endpoint, "peers.listen", shared=bool(self._sockets))
-        dealer = self._context.socket(zmq.DEALER)
+        with contextlib.ExitStack() as unless_open:
+            listening = listening_on(self.endpoint, "peers.listen", shared=bool(self._sockets))
+            unless_open.callback(listening.close)
+            self.endpoint = f"{self.endpoint.rpartition(':')[0]}:{listening.getsockname()[1]}"
+            dealer = self._context.socket(zmq.DEALER)
+            unless_open.callback(dealer.close, 0)
+            for option, value in (
+                (zmq.CURVE_SERVER, 1),
+                (zmq.CURVE_SECRETKEY, key.secret.encode()),
+                (zmq.ZAP_DOMAIN, DOMAIN),
+                (zmq.LINGER, 0),
+                (zmq.SNDHWM, 1),  # nothing is ever sent here
+                (zmq.RCVHWM, WAITING_MESSAGES),
+                (zmq.MAXMSGSIZE, self._limits.max_frame_bytes),
+                (zmq.IPV6, int(is_v6(self.endpoint))),
+                (zmq.HANDSHAKE_IVL, self._timeout_ms),
+                (zmq.USE_FD, os.dup(listening.fileno())),
+            ):
+                dealer.setsockopt(option, value)
+            monitor = dealer.get_monitor_socket(_EVENTS)
+            unless_open.callback(monitor.close, 0)
+            unless_open.callback(dealer.disable_monitor)
+            dealer.bind(self.endpoint)
+            unless_open.pop_all()
         self._made += 1
-        for option, value in (
-            (zmq.CURVE_SERVER, 1),
-            (zmq.CURVE_SECRETKEY, key.secret.encode()),
-            (zmq.ZAP_DOMAIN, DOMAIN),
-            (zmq.LINGER, 0),
-            (zmq.SNDHWM, 1),  # nothing is ever sent here
-            (zmq.RCVHWM, WAITING_MESSAGES),
-            (zmq.MAXMSGSIZE, self._limits.max_frame_bytes),
-            (zmq.IPV6, int(is_v6(self.endpoint))),
-            (zmq.HANDSHAKE_IVL, self._timeout_ms),
-            (zmq.USE_FD, os.dup(listening.fileno())),
-        ):
-            dealer.setsockopt(option, value)
-        monitor = dealer.get_monitor_socket(_EVENTS)
-        self.endpoint = f"{self.endpoint.rpartition(':')[0]}:{listening.getsockname()[1]}"
-        dealer.bind(self.endpoint)
         return _Socket(key, self._made, dealer, monitor, listening)
 
     def _serve(self, one: _Socket) -> None:
@@ -268,32 +274,36 @@ class CurveListener:
     # -- connections
 
     def _watch(self, one: _Socket) -> None:
-        """Follow what libzmq reports of connections."""
-        while not one.monitor.closed:
-            try:
-                event, _ = one.monitor.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            kind, descriptor = _EVENT.unpack(event)
-            identity = one.identity(descriptor)
-            if kind == zmq.EVENT_ACCEPTED:
-                self._connections.pop(identity, None)  # to its end
-                self._connections[identity] = ""
-                self._make_room()
-            elif kind == zmq.EVENT_DISCONNECTED:
-                self._drain_received(one)  # what came before
-                self._over(identity)
-            else:  # it does not speak CURVE, say, or with another key of this node
-                self._counters.add("peers.handshakes_failed")
+        """Follow what libzmq reports of connections.
+
+        A descriptor may be the next connection's before the end of the last one is handled, and that may have spoken
+        already: libzmq reports it before it speaks, so that it is among the reports by then.
+        """
+        reports = _reports(one)
+        while reports:
+            self._drain_received(one)  # what came before an end
+            later = _reports(one)
+            for number, (kind, descriptor) in enumerate(reports):
+                identity = one.identity(descriptor)
+                if kind == zmq.EVENT_ACCEPTED:
+                    self._connections.pop(identity, None)  # to its end
+                    self._connections[identity] = ""
+                    self._make_room()
+                elif kind == zmq.EVENT_DISCONNECTED:
+                    is_next_there = (int(zmq.EVENT_ACCEPTED), descriptor) in [*reports[number + 1 :], *later]
+                    self._over(identity, tell=not is_next_there)
+                else:  # it does not speak CURVE, say, or with another key of this node
+                    self._counters.add("peers.handshakes_failed")
+            reports = later
 
     def _drain_received(self, one: _Socket) -> None:
         if not any(self._drain(one) for _ in range(DRAIN_RECEIVED_BOUND)):
             self._loop.call_soon(self._receive, one)
 
-    def _over(self, identity: bytes) -> None:
+    def _over(self, identity: bytes, *, tell: bool = True) -> None:
         if self._connections.pop(identity, None) is not None:
             self._ended.set()
-            if self._on_end is not None:
+            if tell and self._on_end is not None:
                 self._on_end(identity)
 
     def _make_room(self) -> None:
@@ -337,3 +347,15 @@ class CurveListener:
         if (public, address) not in self._refused and len(self._refused) < MAX_REFUSALS:
             self._refused[public, address] = now
             log.warning("a node was refused: its key is not allowed", key=public, address=address)
+
+
+def _reports(one: _Socket) -> list[tuple[int, int]]:
+    """Return the kinds and descriptors that libzmq has reported by now."""
+    found: list[tuple[int, int]] = []
+    while not one.monitor.closed:
+        try:
+            event, _ = one.monitor.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            break
+        found.append(_EVENT.unpack(event))
+    return found

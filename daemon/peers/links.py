@@ -533,10 +533,13 @@ class PeerLink:
         else:
             self._why = "the daemon there has another key than those that are allowed here, or none"
         self._hang_up()
-        choices: list[LinkKeys | None] = [*self._owner.choices_of_keys(self.address)] or [None]
         self._attempts += 1
-        await asyncio.sleep((RECONNECT_MS if self._attempts % len(choices) else RECONNECT_MAX_MS) / 1000)
-        self._dial(choices[self._attempts % len(choices)])
+        await asyncio.sleep((RECONNECT_MS if self._attempts % 2 else RECONNECT_MAX_MS) / 1000)
+        choices = self._owner.choices_of_keys(self.address)
+        if choices:
+            self._dial(choices[self._attempts % len(choices)])
+        elif self.keys is None:
+            self._dial(None)
 
     def _hang_up(self) -> None:
         with contextlib.suppress(zmq.ZMQError):  # it does not call already
@@ -711,7 +714,11 @@ class PeerLinks:
         self._curve: CurveListener | None = None
         if keys is not None and listen:
             most = self._descriptors.peers // 2
-            self._curve = CurveListener(listen, keys, limits, counters, heartbeat.timeout_ms, most)
+            try:
+                self._curve = CurveListener(listen, keys, limits, counters, heartbeat.timeout_ms, most)
+            except ConfigError:
+                self._router.close()
+                raise
         self.context = zmq.asyncio.Context()
         self.context.set(zmq.MAX_SOCKETS, 2 * SOCKETS_PER_LINK * MAX_PEERS)  # a closed socket counts a little longer
         self.context.socket(zmq.DEALER).close()  # its threads begin now: without a descriptor libzmq ends the process
