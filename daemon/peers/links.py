@@ -229,6 +229,7 @@ class PeerLink:
             engine here asks for it.
         heard_on: the connection on which the peer last spoke.
         heard_key: the key with which it did; None without keys.
+        left: the connection on which it spoke before that one: a late answer on it does not mean that it has returned.
         keys: what our connection is made with; None without keys.
         terms: what both sides can take, while the peer is up.
     """
@@ -254,6 +255,7 @@ class PeerLink:
         self._refused = self._was_up = False
         self.heard_on = b""
         self.heard_key: NodeKey | None = None
+        self.left = b""
         self._attempts = 0
         self._held = False
         self._renewing: asyncio.Task[None] | None = None
@@ -379,8 +381,12 @@ class PeerLink:
 
     def heard(self, connection: bytes, key: NodeKey | None) -> None:
         """Note that a message has come that proved to be the peer's, with this key of its node."""
-        self.heard_on, self.heard_key = connection, key
         self._heard_at = time.monotonic()
+        if connection == self.left:
+            return
+        if connection != self.heard_on:
+            self.left = self.heard_on
+        self.heard_on, self.heard_key = connection, key
 
     def heartbeat(self, body: PeerHeartbeat) -> None:
         """Answer a heartbeat, or process an answer."""
@@ -925,6 +931,8 @@ class PeerLinks:
         """Process that a connection to this daemon has ended: who spoke on it cannot be heard any more."""
         self._unproven.pop(connection, None)
         for link in list(self._links.values()):
+            if link.left == connection:
+                link.left = b""
             if link.heard_on == connection and link.peer is not None:
                 with self.going_on(link.address):
                     link.begin_anew("its connection to this daemon has ended, or was silent")
