@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -18,10 +19,10 @@ from kvferry.daemon.peers import curve_listener
 from kvferry.daemon.peers import links as peers
 from kvferry.daemon.peers.key_ring import KeyRing
 from kvferry.daemon.peers.links import Heartbeat
-from kvferry.protocol.errors import InvalidFieldError
+from kvferry.protocol.errors import ErrorInfo, InvalidFieldError
 from kvferry.protocol.ids import new_boot_id, new_key
 from kvferry.protocol.node_keys import NodeKey
-from kvferry.protocol.peer_messages import OpEnded, PeerEnvelope, PeerHello, encode_peer
+from kvferry.protocol.peer_messages import HalfAbandoned, OpEnded, PeerEnvelope, PeerHello, encode_peer
 from tests.kit.links import Daemon
 from tests.kit.node_keys import KeyFolder, key_folders, new_node_key
 from tests.kit.servers import free_ports
@@ -31,6 +32,14 @@ MakeNodes = Callable[..., list["Node"]]
 PATIENT = Heartbeat(10_000, 60_000)
 ALIVE = Heartbeat(50, 10_000)
 """No busy machine is taken for a lost peer."""
+EVERY_PROTOCOL = 3
+"""ETH_P_ALL of Linux."""
+SECRET = HalfAbandoned(
+    tenant=0,
+    request_id="ab" * 16,
+    direction="send",
+    error=ErrorInfo(code="CANCELLED", detail="what nobody else may read"),
+)
 
 
 class Node(Daemon):
@@ -177,6 +186,34 @@ async def test_who_listens_in_the_place_of_a_node_hears_nothing(make: MakeNodes)
             await impostor.recv(zmq.NOBLOCK)
     finally:
         context.destroy(0)
+
+
+async def test_who_is_on_the_path_reads_nothing(
+    make: MakeNodes, tmp_path: Path, require: Callable[[object, str], None]
+) -> None:
+    """Without keys all can be read there: that is the control."""
+    require(os.geteuid() == 0, "root, who may listen to an interface")
+    plain = [Daemon(tmp_path / f"plain-{port}.sock", f"tcp://127.0.0.1:{port}", ALIVE) for port in free_ports(2)]
+    try:
+        for (one, other), readable in ((make(2), False), (plain, True)):
+            await one.meets(other)
+            with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(EVERY_PROTOCOL)) as path:
+                path.bind(("lo", 0))
+                assert one.links.send(other.incarnation, SECRET)
+                await other.until(lambda: (one.incarnation, SECRET) in other.said)  # noqa: B023  awaited here
+                assert (SECRET.error.detail.encode() in all_of(path)) == readable
+    finally:
+        for each in plain:
+            each.links.close()
+
+
+def all_of(path: socket.socket) -> bytes:
+    """Return the packets that have come."""
+    packets = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            packets.append(path.recv(1 << 17, socket.MSG_DONTWAIT))
+    return b"".join(packets)
 
 
 async def test_a_node_without_an_allowed_key_is_not_called(make: MakeNodes) -> None:
