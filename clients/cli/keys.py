@@ -25,6 +25,13 @@ MOST: Final = 2
 """Keys of a node at a time: the one that it uses, and the one that is to take its place."""
 
 
+class Done(NamedTuple):
+    """The keys that were made, allowed or revoked, and what is said of them."""
+
+    keys: list[NodeKey]
+    said: list[str]
+
+
 class Place(NamedTuple):
     """The folder of keys, and where this node's daemon listens; None where the configuration does not say."""
 
@@ -49,12 +56,12 @@ def add_keys(command: argparse.ArgumentParser) -> None:
         action = actions.add_parser(name, help=text, description=text)
         action.add_argument("--config", type=Path, metavar="FILE", help="the daemon's file, /etc/kvferry/NAME.toml say")
         action.add_argument("--keys", type=Path, metavar="DIR", help=f"the folder (peers.keys, or {DEFAULT})")
+        action.add_argument("--json", action="store_true", help="for programs")
         if name == "make":
             action.add_argument("--name", default=os.uname().nodename, help="the node's name (%(default)s)")
             action.add_argument("--address", metavar="ADDRESS", help="where its daemon listens (peers.listen)")
         elif name == "show":
             action.add_argument("--public", action="store_true", help="print the newest certificate of this node")
-            action.add_argument("--json", action="store_true", help="for programs")
         elif name == "allow":
             action.add_argument("file", metavar="FILE", help="the certificate; - for standard input")
         else:
@@ -72,19 +79,25 @@ def keys(options: argparse.Namespace) -> int:
     """
     place = _place(options)
     try:
-        if options.action == "make":
-            _make(place, options.name, options.address or place.listen)
-        elif options.action == "show":
+        if options.action == "show":
             _show(read_keys(place.folder), public=options.public, as_json=options.json)
+            return WORKED
+        if options.action == "make":
+            done = _make(place, options.name, options.address or place.listen)
         elif options.action == "allow":
-            _allow(place, options.file)
+            done = _allow(place, options.file)
         else:
-            _revoke(place, options.name, options.key)
+            done = _revoke(place, options.name, options.key)
     except PermissionError as cause:
         raise AccessDeniedError(
             f"{cause.filename}: {cause.strerror}", remedy="run it as root or as the folder's owner"
         ) from cause
+    print(json_line({"keys": [_row(one) for one in done.keys]}) if options.json else "\n".join(done.said))
     return WORKED
+
+
+def _row(key: NodeKey) -> dict[str, str]:
+    return {"node": key.name, "address": key.address, "key": key.public, "made": key.made}
 
 
 def _place(options: argparse.Namespace) -> Place:
@@ -92,7 +105,7 @@ def _place(options: argparse.Namespace) -> Place:
     return Place(options.keys or Path(peers.keys or DEFAULT), peers.listen)
 
 
-def _make(place: Place, name: str, address: str | None) -> None:
+def _make(place: Place, name: str, address: str | None) -> Done:
     import zmq  # noqa: PLC0415  the other commands do not need it
 
     name_of_file = NEXT if (place.folder / OWN).exists() else OWN
@@ -115,9 +128,10 @@ def _make(place: Place, name: str, address: str | None) -> None:
         folder.mkdir(_FOLDER_MODE, parents=True, exist_ok=True)
         _give_to_owner(folder, folder.parent if folder == place.allowed else folder)
     _write(place.folder / name_of_file, key.secret_certificate, _SECRET_MODE)
-    print(f"made {place.folder / name_of_file}: {key.public}, of {name} at {address}")
+    said = [f"made {place.folder / name_of_file}: {key.public}, of {name} at {address}"]
     if name_of_file == NEXT:
-        print(f"then, once all others allow it: kvferry keys revoke {name}")
+        said.append(f"then, once all others allow it: kvferry keys revoke {name}")
+    return Done([key], said)
 
 
 def _show(found: NodeKeys, *, public: bool, as_json: bool) -> None:
@@ -125,20 +139,20 @@ def _show(found: NodeKeys, *, public: bool, as_json: bool) -> None:
         print(found.own[-1].certificate, end="")
         return
     rows = [
-        (use, key.name, key.address, key.public, key.made)
+        {"use": use, **_row(key)}
         for use, some in (("own", found.own[:1]), ("next", found.own[1:]), ("allowed", found.allowed.values()))
         for key in some
     ]
-    head = ("use", "node", "address", "key", "made")
     if as_json:
-        print(json_line({"keys": [dict(zip(head, row, strict=True)) for row in rows], "problems": found.problems}))
+        print(json_line({"keys": rows, "problems": found.problems}))
         return
-    print("\n".join(map(printable, list(table("keys", head, rows))[1:])))
+    head = ("use", "node", "address", "key", "made")
+    print("\n".join(map(printable, list(table("keys", head, [tuple(row.values()) for row in rows]))[1:])))
     for problem in found.problems:
         print(printable(f"kvferry keys: ignored: {problem}"), file=sys.stderr)
 
 
-def _allow(place: Place, name: str) -> None:
+def _allow(place: Place, name: str) -> Done:
     try:
         text = sys.stdin.read(1 << 16) if name == "-" else Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as cause:
@@ -165,10 +179,10 @@ def _allow(place: Place, name: str) -> None:
             f"{key.name} has {MOST} keys here already", field="FILE", remedy=f"kvferry keys revoke {key.name} KEY"
         )
     _write(place.allowed / _file_name(key), key.certificate, _PUBLIC_MODE)
-    print(f"allowed {key.public}, of {key.name} at {key.address}")
+    return Done([key], [f"allowed {key.public}, of {key.name} at {key.address}"])
 
 
-def _revoke(place: Place, name: str, key: str) -> None:
+def _revoke(place: Place, name: str, key: str) -> Done:
     found = read_keys(place.folder)
     own = found.own[0]
     if name == own.name:
@@ -179,8 +193,7 @@ def _revoke(place: Place, name: str, key: str) -> None:
                 remedy="make the next one first, and let all others allow it",
             )
         (place.folder / NEXT).replace(place.folder / OWN)
-        print(f"revoked {own.public}: {name} uses {found.own[1].public} now")
-        return
+        return Done([own], [f"revoked {own.public}: {name} uses {found.own[1].public} now"])
     gone = []
     for file in sorted(place.allowed.glob("*.key")):
         try:
@@ -192,8 +205,7 @@ def _revoke(place: Place, name: str, key: str) -> None:
             gone.append(one)
     if not gone:
         raise InvalidFieldError(f"no such key of {name} is allowed", field="NAME", remedy="kvferry keys show")
-    for one in gone:
-        print(f"revoked {one.public}, of {one.name} at {one.address}")
+    return Done(gone, [f"revoked {one.public}, of {one.name} at {one.address}" for one in gone])
 
 
 def _file_name(key: NodeKey) -> str:

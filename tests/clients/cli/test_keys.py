@@ -81,7 +81,8 @@ def test_who_is_allowed_is_shown_with_its_address(nodes: Nodes) -> None:
         ("own", "node-a", ADDRESSES["node-a"]),
         ("allowed", "node-b", ADDRESSES["node-b"]),
     ]
-    assert nodes.run("node-a", "revoke", "node-b")[0] == 0
+    revoked = json.loads(nodes.run("node-a", "revoke", "node-b", "--json")[1])
+    assert [one["address"] for one in revoked["keys"]] == [ADDRESSES["node-b"]]
     assert nodes.uses("node-a") == [("own", "node-a")]
 
 

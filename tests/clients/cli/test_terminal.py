@@ -77,6 +77,7 @@ def of_actions(name: str) -> list[list[str]]:
     actions = {
         "cache": ("list", "pin", "unpin", "evict", "clear", "snapshots", "drop"),
         "config": ("show", "check"),
+        "keys": ("make", "show", "allow", "revoke"),
     }
     return [[name, one] for one in actions.get(name, ())] or [[name]]
 
