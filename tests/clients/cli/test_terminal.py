@@ -10,6 +10,7 @@ from typing import Final
 import pytest
 
 from kvferry.clients import Client, new_request_id, pages
+from kvferry.clients.cli import units
 from kvferry.clients.cli.main import MODULES, main
 from kvferry.clients.cli.transfers import LIVE
 from tests import kit
@@ -82,7 +83,10 @@ def of_actions(name: str) -> list[list[str]]:
     return [[name, one] for one in actions.get(name, ())] or [[name]]
 
 
-def test_what_programs_read(daemon: Daemon, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_programs_read(
+    daemon: Daemon, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(units, "HIDDEN", ())  # the checkout may be in one of these folders
     where = ("--runtime-dir", str(daemon.runtime_dir))
 
     def said(*words: str) -> dict[str, object]:
@@ -100,6 +104,6 @@ def test_what_programs_read(daemon: Daemon, tmp_path: Path, capsys: pytest.Captu
     assert dumped["file"] == str(file)
     assert file.is_file()
     assert "llama-3-8b" in said("layout", "--models", "--json")
-    units = said("systemd", "--root", str(tmp_path), "--install", "--json")
-    assert units["written"] is True
-    assert all(Path(one).is_file() for one in units["files"])  # type: ignore[attr-defined]
+    installed = said("systemd", "--root", str(tmp_path), "--install", "--json")
+    assert installed["written"] is True
+    assert all(Path(one).is_file() for one in installed["files"])  # type: ignore[attr-defined]
