@@ -30,7 +30,8 @@ from kvferry.daemon.control.self_ping import SelfPing
 from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Session, SessionRegistry
 from kvferry.daemon.peers.key_ring import KeyRing, open_keys
-from kvferry.daemon.peers.links import Heartbeat, PeerLinks
+from kvferry.daemon.peers.link import Heartbeat
+from kvferry.daemon.peers.links import PeerLinks
 from kvferry.daemon.process.access import RuntimeDirectory
 from kvferry.daemon.process.descriptors import PER_POOL, PER_REGION, PER_SESSION, Descriptors, raise_limit
 from kvferry.daemon.process.device_keeper import DeviceKeeper, Fence, open_keeper

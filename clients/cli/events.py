@@ -122,7 +122,7 @@ def _changes(connection: Connection, cursor: int, options: argparse.Namespace) -
     lines = []
     for number, one in enumerate(reply.changes, 1):
         hashes = [one.hashes[at : at + HASH_BYTES].hex() for at in range(0, len(one.hashes), HASH_BYTES)]
-        # A reply has one cursor: whoever goes on within it sees some changes again, which does no harm.
+        # A reply has one cursor: from a cursor within it some changes are shown again, which does no harm.
         after = reply.cursor if number == len(reply.changes) else max(1, cursor)
         plain = msgspec.to_builtins(one)
         lines.append({"cursor": after, **plain, "hashes": hashes, "parent": one.parent.hex()})

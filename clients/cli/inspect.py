@@ -166,7 +166,7 @@ def _others_line(others: OthersStatus) -> str:
 _PROOFS: Final = {
     "": "",
     "key": ", with keys",
-    "nothing": "; INSECURE: whoever reaches it may act as a daemon (peers.insecure)",
+    "nothing": "; INSECURE: any process that reaches it may act as a daemon (peers.insecure)",
 }
 
 

@@ -531,7 +531,7 @@ def made(
     """Return a rank's memory.
 
     Args:
-        kind: who has it.
+        kind: whose memory it is: the daemon's, vLLM's and registered, or vLLM's and copied.
         engine: the session that it is to belong to.
         name: of the pool.
         spec: what it holds.

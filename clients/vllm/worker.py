@@ -470,7 +470,7 @@ class Worker:
         self, reads: Sequence[Store | Send], begun: Mapping[int, Transfer | TierOperation], generation: int
     ) -> None:
         now_s = time.monotonic()
-        reading: Reading | None = None
+        readings: dict[int, Reading] = {}
         for one in reads:
             work = begun.get(id(one))
             if isinstance(one, Send):
@@ -478,8 +478,9 @@ class Worker:
             elif work is None:
                 self._read.append(one.number)
             else:
-                if reading is None or reading.work is not work:
-                    reading = Reading(work, generation, now_s)
+                reading = readings.get(id(work))
+                if reading is None:
+                    reading = readings[id(work)] = Reading(work, generation, now_s)
                     self._readings.append(reading)
                 reading.stores.append(one)
                 self._reads[one.request].append((reading, one.number))

@@ -1,4 +1,4 @@
-"""LOG: the last lines of the daemon's log, for operators; whoever may read them sees what is others'."""
+"""LOG: the last lines of the daemon's log, which show what other users do: for operators only."""
 
 from __future__ import annotations
 

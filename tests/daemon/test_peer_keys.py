@@ -18,7 +18,7 @@ import zmq.asyncio
 from kvferry.daemon.peers import curve_listener
 from kvferry.daemon.peers import links as peers
 from kvferry.daemon.peers.key_ring import KeyRing
-from kvferry.daemon.peers.links import Heartbeat
+from kvferry.daemon.peers.link import Heartbeat
 from kvferry.protocol.errors import ErrorInfo, InvalidFieldError
 from kvferry.protocol.ids import new_boot_id, new_key
 from kvferry.protocol.node_keys import NodeKey

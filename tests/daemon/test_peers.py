@@ -22,9 +22,10 @@ import zmq.asyncio
 
 from kvferry.daemon.control import control_socket
 from kvferry.daemon.control.zmtp import GREETING, frame
+from kvferry.daemon.peers import link as one_link
 from kvferry.daemon.peers import links as peers
 from kvferry.daemon.peers.key_ring import KeyRing
-from kvferry.daemon.peers.links import Heartbeat
+from kvferry.daemon.peers.link import Heartbeat
 from kvferry.daemon.process.descriptors import PER_LINK, Descriptors
 from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.protocol.base import PageList
@@ -308,7 +309,7 @@ async def test_a_peer_whose_daemon_does_not_answer_is_silent_and_then_lost(
     tmp_path: Path, start: MakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its libzmq answers ZMTP's own heartbeats all the time."""
-    monkeypatch.setattr(peers, "SILENCE_S", 0.3)
+    monkeypatch.setattr(one_link, "SILENCE_S", 0.3)
     daemon = start(tmp_path / "peer.sock", None, Heartbeat(20, 100))
     with contextlib.closing(ScriptedPeer(f"ipc://{tmp_path}/mute", takes_messages=0)) as mute:
         await mute.meet(daemon)
@@ -449,7 +450,7 @@ async def _fill(daemon: Daemon, scripted: ScriptedPeer) -> None:
 async def test_one_answer_to_a_greeting_waits_however_often_a_peer_greets(
     daemon: Daemon, scripted: ScriptedPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "QUEUED_MESSAGES", 1)
+    monkeypatch.setattr(one_link, "QUEUED_MESSAGES", 1)
     await _fill(daemon, scripted)
     assert "waiting=0" not in repr(daemon.links)
     await scripted.greet(daemon, times=50, anew=True)
@@ -461,9 +462,9 @@ async def test_one_answer_to_a_greeting_waits_however_often_a_peer_greets(
 async def test_a_peer_that_takes_too_slowly_what_it_is_told_is_lost(
     daemon: Daemon, scripted: ScriptedPeer, monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
-    monkeypatch.setattr(peers, "QUEUED_MESSAGES", 1)
+    monkeypatch.setattr(one_link, "QUEUED_MESSAGES", 1)
     await _fill(daemon, scripted)
-    monkeypatch.setattr(peers, bound, 5 if bound == "WAITING_MESSAGES" else 1 << 20)
+    monkeypatch.setattr(one_link, bound, 5 if bound == "WAITING_MESSAGES" else 1 << 20)
     said = [daemon.links.send(scripted.incarnation, LARGE) for _ in range(50)]
     assert said.count(True) < 50, "what waits is not bounded"
     assert daemon.lost == [], "reported from within"
@@ -536,7 +537,8 @@ async def test_the_longest_unused_link_makes_room(
     tmp_path: Path, start: MakeDaemon, monkeypatch: pytest.MonkeyPatch, bound: str, value: object
 ) -> None:
     clock = SimpleNamespace(now=time.monotonic())
-    monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    for module in (peers, one_link):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(peers, bound, value)
     daemon, other = start(tmp_path / "peer.sock"), start(tmp_path / "other.sock")
     needed, first, second, used, late, last = (f"ipc://{tmp_path}/{number}" for number in range(6))

@@ -196,7 +196,7 @@ def test_that_nobody_needs_a_key_is_named(tmp_path: Path, capsys: pytest.Capture
         file.write_text(f'[peers]\nlisten = "tcp://{host.address}:{PORT}"\ninsecure = true\n')
         with kit.daemon(file.read_text(), prefix=host.command([])) as daemon:
             assert command_line(["status", "--runtime-dir", str(daemon.runtime_dir)]) == 0
-            assert "INSECURE: whoever reaches it may act as a daemon" in capsys.readouterr().out
+            assert "INSECURE: any process that reaches it may act as a daemon" in capsys.readouterr().out
             assert "any process that reaches peers.listen may act as a daemon" in daemon.log.read_text()
         command_line(["doctor", "--config", str(file)])
         (line,) = [line for line in capsys.readouterr().out.splitlines() if "peers.keys" in line and "may act" in line]

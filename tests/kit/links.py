@@ -9,7 +9,8 @@ from pathlib import Path
 
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.peers.key_ring import KeyRing
-from kvferry.daemon.peers.links import Heartbeat, PeerLinks
+from kvferry.daemon.peers.link import Heartbeat
+from kvferry.daemon.peers.links import PeerLinks
 from kvferry.daemon.process.access import PEER_SOCKET_MODE, Listener, listen_on
 from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.protocol.codec import PageIds

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from kvferry.daemon.peers.links import LinkStatus, PeerListener
+from kvferry.daemon.peers.link import LinkStatus, PeerListener
 from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import InvalidFieldError, TooLargeError

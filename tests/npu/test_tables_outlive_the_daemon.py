@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -227,17 +228,28 @@ def test_killed_at_random_while_updates_come(engine: Engine, request: pytest.Fix
     assert host is None or not host.new_races(killed)
 
 
+@contextlib.contextmanager
+def taken_apart_late(life: Daemon, simulator: Simulator) -> Iterator[Engine]:
+    """Have a daemon that is taken apart late, and return an engine whose tables show FIRST."""
+    simulator.late_teardown(LATE_MS)
+    try:
+        life.restart()
+        engine = Engine(life)
+        engine.update(FIRST[1], FIRST[0])
+        engine.assert_reads(*FIRST)
+        yield engine
+        engine.close()
+    finally:
+        simulator.late_teardown(0)
+        life.restart()
+
+
 @pytest.mark.full
 def test_no_update_comes_before_the_late_copies_of_a_daemon_that_was_killed(
     life: Daemon, simulator: Simulator, request: pytest.FixtureRequest
 ) -> None:
     """They write what that daemon's last update has shown, and would come over the next one's."""
-    simulator.late_teardown(LATE_MS)
-    try:
-        life.restart()  # one that is taken apart late
-        engine = Engine(life)
-        engine.update(FIRST[1], FIRST[0])
-        engine.assert_reads(*FIRST)
+    with taken_apart_late(life, simulator) as engine:
         killed = life.process.pid
         with simulator.held(process=killed):
             engine.update(SECOND[1], SECOND[0])
@@ -250,10 +262,6 @@ def test_no_update_comes_before_the_late_copies_of_a_daemon_that_was_killed(
         engine.update(FIRST[1], FIRST[0])
         assert soon(lambda: time.monotonic() > ended_at + LATE_MS / 1000 + 0.5)
         engine.assert_reads(*FIRST)
-        engine.close()
-    finally:
-        simulator.late_teardown(0)
-        life.restart()
     host = request.config.stash[simulated_host]
     assert host is None or not host.new_races([killed])
 
@@ -263,30 +271,25 @@ def test_no_update_comes_before_what_is_copied_in_the_place_of_a_daemon_that_was
     life: Daemon, simulator: Simulator, request: pytest.FixtureRequest
 ) -> None:
     """Its own late copies say that the update is shown, while those of this process are still to come."""
-    simulator.late_teardown(LATE_MS)
-    try:
-        life.restart()  # one that is taken apart late
-        engine = Engine(life)
-        engine.update(FIRST[1], FIRST[0])
+    streams: Any = EngineDevices({}).open(DEVICE.name).streams
+    own = streams.host_to_device.npu_stream
+    with (
+        taken_apart_late(life, simulator) as engine,
+        simulator.held(os.getpid(), own),
+        ThreadPoolExecutor(1) as threads,
+    ):
+        killed = life.process.pid
+        simulator.hold(killed)
+        engine.update(SECOND[1], SECOND[0])
+        life.kill()
+        life.start()
+        updated = threads.submit(engine.go_on, *FIRST)
+        with Client.connect(life.runtime_dir, name="another") as other:
+            assert soon(lambda: len(other.status().tables) == 1)
+        wait([updated], timeout=2)
+        simulator.release()
+        updated.result()
         engine.assert_reads(*FIRST)
-        streams: Any = EngineDevices({}).open(DEVICE.name).streams
-        with simulator.held(os.getpid(), streams.host_to_device.npu_stream), ThreadPoolExecutor(1) as threads:
-            killed = life.process.pid
-            simulator.hold(killed)
-            engine.update(SECOND[1], SECOND[0])
-            life.kill()
-            life.start()
-            updated = threads.submit(engine.go_on, *FIRST)
-            with Client.connect(life.runtime_dir, name="another") as other:
-                assert soon(lambda: len(other.status().tables) == 1)
-            wait([updated], timeout=2)
-            simulator.release()
-            updated.result()
-        engine.assert_reads(*FIRST)
-        engine.close()
-    finally:
-        simulator.late_teardown(0)
-        life.restart()
     host = request.config.stash[simulated_host]
     assert host is None or not host.new_races([killed])
 

@@ -120,7 +120,7 @@ def check_keys(host: Host, needs: Needs) -> Finding | None:
         if is_loopback(peers.listen):
             return Finding("ok", f"none: only this host reaches {peers.listen}")
         fix = 'kvferry keys make, and peers.keys: see docs/operations.md, "Keys"'
-        return Finding("warning", f"whoever reaches {peers.listen} may act as a daemon (peers.insecure)", fix)
+        return Finding("warning", f"any process that reaches {peers.listen} may act as a daemon (peers.insecure)", fix)
     try:
         found = read_keys(Path(host.path(peers.keys)))
     except ConfigError as error:
