@@ -81,8 +81,8 @@ def _keys(config: Config) -> Iterator[Conflict]:
     if peers.listen and is_numeric(peers.listen) and not (is_loopback(peers.listen) or peers.keys or peers.insecure):
         yield Conflict(
             "peers.listen",
-            f'peers.listen = "{peers.listen}" without peers.keys: whoever reaches it could act as a daemon; make keys '
-            "(kvferry keys make), or set peers.insecure = true where the network is yours alone",
+            f'peers.listen = "{peers.listen}" without peers.keys: any process that reaches it could act as a daemon; '
+            "make keys (kvferry keys make), or set peers.insecure = true where the network is yours alone",
         )
     if peers.insecure and peers.keys:
         yield Conflict("peers.insecure", "peers.insecure = true with peers.keys: choose one of them")
