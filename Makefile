@@ -302,9 +302,9 @@ $(STAMPS)/models: $(STAMPS)/demo tests/kit/models.py
 
 # Without these the tests that need them are skipped, so a missing one does not stop the others. The copy kernel is tested
 # on aarch64 too, which is what Ascend hosts have.
-SYSTEM_TOOLS := systemctl systemd-analyze unshare ip aarch64-linux-gnu-gcc qemu-aarch64
-SYSTEM_PACKAGES := systemd util-linux iproute2 libibverbs1 libnuma1 libcurl4 gcc-aarch64-linux-gnu libc6-dev-arm64-cross \
-    qemu-user
+SYSTEM_TOOLS := systemctl systemd-analyze unshare ip nft aarch64-linux-gnu-gcc qemu-aarch64
+SYSTEM_PACKAGES := systemd util-linux iproute2 nftables libibverbs1 libnuma1 libcurl4 gcc-aarch64-linux-gnu \
+    libc6-dev-arm64-cross qemu-user
 $(STAMPS)/system: $(STAMPS)/venv
 	@missing=; for tool in $(SYSTEM_TOOLS); do command -v $$tool >/dev/null || missing=1; done; \
 	for library in ibverbs.so.1 numa.so.1 curl.so.4; do \

@@ -17,8 +17,8 @@ import pytest
 from tests.kit.installs import LAYERS, ROOT, build_sdist, build_wheel, copy_checkout, new_environment, run
 
 UNITS: Final = (
-    "254.conf", "hosts.conf", "kvferry-failed@.target", "kvferry-keeper@.service", "kvferry.toml", "kvferry@.service",
-    "kvferry@.socket", "npu.conf", "sysusers.d/kvferry.conf", "tmpfiles.d/kvferry.conf",
+    "254.conf", "hosts.conf", "kvferry-failed@.target", "kvferry-keeper@.service", "kvferry.nft", "kvferry.toml",
+    "kvferry@.service", "kvferry@.socket", "npu.conf", "sysusers.d/kvferry.conf", "tmpfiles.d/kvferry.conf",
 )  # fmt: skip
 DATA_FILES: Final = {
     "kvferry/monitoring/grafana.json": "monitoring/grafana.json",

@@ -121,6 +121,8 @@ def _make(place: Place, name: str, address: str | None) -> Done:
     if wrong := wrong_address(address) if scheme(address) == TCP else f"{address} is no TCP address":
         raise InvalidFieldError(wrong, field="--address")
     public, secret = (half.decode() for half in zmq.curve_keypair())
+    while public.startswith("-"):  # which `kvferry keys revoke NAME KEY` would take for an option
+        public, secret = (half.decode() for half in zmq.curve_keypair())
     made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     key = NodeKey(name=name, address=address, made=made, public=public, secret=secret)
     parsed(key.secret_certificate, "--name")

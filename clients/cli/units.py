@@ -42,7 +42,7 @@ Then, with NAME for your configuration:
   test -e /etc/kvferry/NAME.toml || install -D -m 0644 {example} /etc/kvferry/NAME.toml
   kvferry doctor --config /etc/kvferry/NAME.toml
   systemctl enable --now kvferry@NAME.socket kvferry@NAME.service    # after an upgrade: systemctl restart kvferry@NAME
-Drop-ins for other hosts and for NPUs, hosts.conf and npu.conf, are in {folder}."""
+Drop-ins for other hosts and for NPUs, hosts.conf and npu.conf, and kvferry.nft for nftables, are in {folder}."""
 
 
 class UnitFile(NamedTuple):

@@ -188,8 +188,8 @@ def _no_npu_checks(host: Host) -> Checks:
 
 def _transfer_checks(host: Host, needs: Needs, daemon: running.Running) -> Checks:
     # Finding the sockets' owners means scanning all processes: only if something is configured to listen.
-    config = needs.config
-    sockets = ports.listeners(host) if config.peers.listen or config.metrics.listen or needs.mooncake else []
+    listens = (needs.config.peers.listen, needs.config.metrics.listen, needs.mooncake, needs.store)
+    sockets = ports.listeners(host) if any(listens) else []
     return {
         "mooncake": partial(wheels.check_wheel, host, needs),
         "libibverbs": partial(wheels.check_verbs, host, needs),
@@ -197,7 +197,7 @@ def _transfer_checks(host: Host, needs: Needs, daemon: running.Running) -> Check
         "peers.keys": partial(ports.check_keys, host, needs),
         "metrics.listen": partial(ports.check_metrics, host, needs, sockets, daemon.pid),
         "network.address": partial(trials.check_network, host, needs),
-        "mooncake ports": partial(ports.check_mooncake, needs, sockets, daemon.pid),
+        "mooncake ports": partial(ports.check_mooncake, host, needs, sockets, daemon.pid),
     }
 
 

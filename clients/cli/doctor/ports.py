@@ -11,10 +11,11 @@ from typing import Final
 
 import msgspec
 
-from kvferry.clients.cli.doctor.host import Finding, Host, State
+from kvferry.clients.cli.doctor.host import Finding, Host, State, run_child
 from kvferry.clients.cli.doctor.needs import Needs
 from kvferry.clients.cli.doctor.running import RESTART, Running
 from kvferry.clients.cli.doctor.trials import attempt
+from kvferry.clients.cli.doctor.unit import NAME, read_unit
 from kvferry.protocol.addresses import is_loopback
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.node_keys import read_keys
@@ -90,7 +91,8 @@ def _owners(host: Host, inodes: set[str]) -> dict[str, int]:
     return found
 
 
-_FENCE = "let only the cluster's hosts reach them: systemd/hosts.conf, or the firewall"
+_FENCE: Final = "let only the cluster's hosts reach them: hosts.conf, or kvferry.nft from beside the unit's file"
+_NFT_S: Final = 5.0
 
 
 def check_listen(host: Host, needs: Needs, sockets: Sequence[Listener], running: Running) -> Finding:
@@ -156,14 +158,36 @@ def _holders(listen: str, sockets: Sequence[Listener]) -> list[Listener]:
     return [one for one in sockets if one.port == int(number) and one.covers(address.strip("[]"))]
 
 
-def check_mooncake(needs: Needs, sockets: Sequence[Listener], daemon_pid: int | None) -> Finding | None:
-    """Report the ports that Mooncake listens on; None if it is not used."""
-    if not needs.mooncake:
+def check_mooncake(host: Host, needs: Needs, sockets: Sequence[Listener], daemon_pid: int | None) -> Finding | None:
+    """Report the ports that Mooncake listens on, and what keeps others from them; None if it is not used."""
+    if not needs.mooncake and not needs.store:
         return None
+    fence = _fence(host, daemon_pid)
+    state: State = "ok" if fence else "warning"
+    said = fence or "nothing is seen that keeps anybody from them"
+    fix = "" if fence else _FENCE
     if daemon_pid is None:
-        return Finding("ok", f"chosen by Mooncake when the daemon starts; {_FENCE}")
-    chosen = needs.config.peers.listen.rpartition(":")[2] if needs.config.peers.listen else ""
-    ports = [one.name for one in sockets if one.pid == daemon_pid and str(one.port) != chosen]
+        return Finding(state, f"chosen by Mooncake when the daemon starts; {said}", fix)
+    listens = (needs.config.peers.listen, needs.config.metrics.listen)
+    chosen = {one.rpartition(":")[2] for one in listens if one}
+    processes = {daemon_pid, *_children(host, daemon_pid)}
+    ports = [one.name for one in sockets if one.pid in processes and str(one.port) not in chosen]
     if not ports:
         return Finding("unknown", "this user may not see the daemon's sockets", "run as root or as its user")
-    return Finding("ok", f"{', '.join(sorted(ports))}; {_FENCE}")
+    return Finding(state, f"{', '.join(sorted(ports))}; {said}", fix)
+
+
+def _children(host: Host, pid: int) -> set[int]:
+    """Return the processes that a process has started: one listens for the store."""
+    found = host.text(f"/proc/{pid}/task/{pid}/children").split()
+    return {int(one) for one in found}
+
+
+def _fence(host: Host, daemon_pid: int | None) -> str:
+    """Return what lets only some hosts reach Mooncake's ports, as far as this user may see it; empty if nothing."""
+    unit = read_unit(host)
+    is_service = daemon_pid is None or NAME.removesuffix(".service") in host.text(f"/proc/{daemon_pid}/cgroup")
+    if unit is not None and is_service and "any" in unit.words("IPAddressDeny"):
+        return f"the unit lets only {' '.join(sorted(unit.words('IPAddressAllow'))) or 'nobody'} reach it"
+    outcome = run_child(["nft", "list", "table", "inet", "kvferry"], host.environ, _NFT_S)
+    return "fenced by the table inet kvferry of nftables" if outcome.status == 0 else ""

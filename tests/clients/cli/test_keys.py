@@ -103,6 +103,14 @@ def test_a_rotation_has_two_keys_of_a_node_for_a_while(nodes: Nodes) -> None:
     assert [one["key"] for one in nodes.rows("node-b") if one["use"] == "allowed"] == [new.public]
 
 
+def test_no_key_begins_like_an_option(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [(half * 40, half * 40) for half in (b"-", b"a")]
+    monkeypatch.setattr(zmq, "curve_keypair", lambda: pairs.pop(0))
+    (nodes.folder("node-a") / OWN).unlink()
+    assert nodes.run("node-a", "make", "--address", ADDRESSES["node-a"])[0] == 0
+    assert read_keys(nodes.folder("node-a")).own[0].public == "a" * 40
+
+
 @pytest.mark.parametrize(
     ("action", "more", "says"),
     [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -292,6 +292,11 @@ OTHERS: Final = Listener("127.0.0.1", 7801, 9, "nginx")
 OWN: Final = Listener("127.0.0.1", 7801, 4711, "kvferry")
 ELSEWHERE: Final = [Listener("127.0.0.1", 7802, 9, "nginx"), Listener("10.9.9.9", 7801, 9, "nginx")]
 UNSEEN: Final = Listener("127.0.0.1", 7801, None)
+STORES: Final = [OWN, Listener("0.0.0.0", 15003, 4712)]  # noqa: S104  shown
+SERVICE: Final = {"/proc/4711/cgroup": "0::/system.slice/system-kvferry.slice/kvferry@node.service"}
+UNIT_OF_HOSTS: Final = {
+    "/etc/systemd/system/kvferry@.service": "[Service]\nIPAddressDeny=any\nIPAddressAllow=10.1.0.0/16\n"
+}
 MOONCAKES: Final = [OWN, OTHERS, Listener("0.0.0.0", 15002, 4711), Listener("::", 15001, 4711)]  # noqa: S104  shown
 
 
@@ -314,6 +319,10 @@ def listens(
 ) -> Row:
     """Where the port is tried, ``problem`` is what the daemon's code says."""
     return Row(of(ports.check_listen, needs, sockets, running), state, found, fix, python=trial_says(problem))
+
+
+def mooncake_ports(sockets: Sequence[Listener], state: str, found: str, fix: str, files: Mapping[str, str]) -> Row:
+    return Row(of(ports.check_mooncake, TCP, sockets, 4711), state, found, fix, files=files, environ={"PATH": "/none"})
 
 
 def trial(check: Callable[..., Finding | None], needs: Needs, state: str, found: str, problem: str = "lost") -> Row:
@@ -380,11 +389,18 @@ OF_OTHER_HOSTS: Final = {
     "a trial that dies": Row(
         of(trials.check_network, TCP), "unknown", "No module named x", "the daemon's Python", python=DIES
     ),
-    "no ports of Mooncake": Row(lambda _host: ports.check_mooncake(needs_of(), [], None), None),
-    "Mooncake's ports": Row(
-        lambda _host: ports.check_mooncake(TCP, MOONCAKES, 4711), "ok", "0.0.0.0:15002, [::]:15001; "
+    "no ports of Mooncake": Row(of(ports.check_mooncake, needs_of(), [], None), None),
+    "Mooncake's ports, open to all": mooncake_ports(
+        MOONCAKES, "warning", "0.0.0.0:15002, [::]:15001; nothing is seen", "kvferry.nft", {}
     ),
-    "Mooncake's ports, unseen": Row(lambda _host: ports.check_mooncake(TCP, [OTHERS], 4711), "unknown"),
+    "Mooncake's ports, fenced by the unit": mooncake_ports(
+        MOONCAKES, "ok", "; the unit lets only 10.1.0.0/16 reach it", "", UNIT_OF_HOSTS | SERVICE
+    ),
+    "a unit that the daemon is not in": mooncake_ports(MOONCAKES, "warning", "nothing", "hosts.conf", UNIT_OF_HOSTS),
+    "a store's ports": mooncake_ports(
+        STORES, "ok", "0.0.0.0:15003; ", "", UNIT_OF_HOSTS | SERVICE | {"/proc/4711/task/4711/children": "4712 "}
+    ),
+    "Mooncake's ports, unseen": mooncake_ports([OTHERS], "unknown", "may not see", "run as root", {}),
     "a tenth of the memory": host_tier(
         "", "ok", "10.0 GiB for snapshots and cached blocks; with pools 60.0 GiB of 100"
     ),
