@@ -85,6 +85,8 @@ def wrong_address(address: str) -> str:
             return wrong_port(address, 1)
         return f"{address}: give the numeric address of the daemon's own peers.listen"
     path = address.partition("://")[2]
+    if not path.startswith("/"):
+        return f"{address}: give the whole path of the daemon's peer.sock"
     if not path.isprintable():
         return f"{address!r}: the path has unprintable characters"
     size_bytes = len(os.fsencode(path))

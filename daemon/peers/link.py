@@ -43,6 +43,9 @@ RECONNECT_MAX_MS = 500
 TTL_STEP_MS = 100
 MAX_TTL_STEPS = 655
 """libzmq keeps milliseconds in 16 bits: at most 65.5 s, which is longer than any interval."""
+ANSWER_BYTES = 4096
+"""The most that libzmq takes at a time on a connection by which this daemon speaks: a peer has nothing to say there but
+what belongs to the connection."""
 QUEUED_MESSAGES = 1000
 """libzmq's send queue per connection; further messages wait in the outbox."""
 WAITING_MESSAGES = 65_536
@@ -185,6 +188,9 @@ class LinkOwner(Protocol):
     def overflowed(self, link: PeerLink) -> None:
         """Cut a peer off that reads too slowly."""
 
+    def spoke(self, link: PeerLink) -> None:
+        """Cut a peer off that has spoken on a link."""
+
 
 class PeerLink:
     """The connection by which this daemon sends to one other: a DEALER that only sends, and a monitor that watches it.
@@ -245,6 +251,7 @@ class PeerLink:
         self._outbox_bytes = 0
         self._sending: asyncio.Task[None] | None = None
         self._greeting: asyncio.TimerHandle | None = None
+        self._listening: set[asyncio.Task[None]] = set()
         try:
             self._socket, self._monitor = self._open(self.keys)
         except zmq.ZMQError as cause:
@@ -373,6 +380,7 @@ class PeerLink:
 
     def beat(self, now: float) -> None:
         """Send a heartbeat, or PEER_HELLO while the peer has not answered it; notice that it is silent for too long."""
+        self._socket.get(zmq.EVENTS)  # wakes who polls: of what came while a message was sent, libzmq tells the sender
         if self._incarnation is None:
             if self._connected and not self._outbox:
                 self._greet()
@@ -419,6 +427,8 @@ class PeerLink:
             self._greeting.cancel()
         self._stop_renewing()
         self._watching.cancel()
+        for listening in self._listening:
+            listening.cancel()
         _close(self._socket, self._monitor, linger_ms if is_up else 0)
         self._connected = False
         self._owner.by_key.pop(self.key, None)
@@ -432,8 +442,8 @@ class PeerLink:
             for option, value in (
                 (zmq.LINGER, 0),
                 (zmq.SNDHWM, QUEUED_MESSAGES),
-                (zmq.RCVHWM, 1),  # nothing is ever read here
-                (zmq.MAXMSGSIZE, self._owner.limits.max_frame_bytes),
+                (zmq.RCVHWM, 0),  # see _listen_for_nothing
+                (zmq.MAXMSGSIZE, ANSWER_BYTES),
                 (zmq.IMMEDIATE, 1),
                 (zmq.IPV6, int(is_v6(self.address))),
                 (zmq.RECONNECT_IVL, RECONNECT_MS),
@@ -455,7 +465,19 @@ class PeerLink:
             unless_open.callback(dealer.disable_monitor)
             dealer.connect(self.address)
             unless_open.pop_all()
+        listening = self._owner.loop.create_task(self._listen_for_nothing(dealer), name=f"silence of {self.address}")
+        self._listening.add(listening)
+        listening.add_done_callback(self._listening.discard)
         return dealer, monitor
+
+    async def _listen_for_nothing(self, dealer: zmq.asyncio.Socket) -> None:
+        """Have this link dropped where the peer says something here: it has a connection of its own for that.
+
+        libzmq (4.3.5) would end the process once such messages wait, the peer hangs up, and libzmq's own heartbeat is
+        due; so they must not wait, however many there are.
+        """
+        await dealer.poll()
+        self._owner.spoke(self)
 
     def _flush(self) -> None:
         """Send what libzmq takes; the rest as soon as it takes more."""

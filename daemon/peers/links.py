@@ -33,6 +33,7 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Literal
 
 import structlog
@@ -55,7 +56,7 @@ from kvferry.daemon.peers.link import (
     frame_bytes,
     size_bytes,
 )
-from kvferry.daemon.process.access import Listener
+from kvferry.daemon.process.access import Listener, folder_of_others
 from kvferry.daemon.process.descriptors import Descriptors
 from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.protocol.addresses import IPC, TCP, is_loopback, is_numeric, scheme, wrong_address, wrong_port
@@ -238,6 +239,12 @@ class PeerLinks:
             )
         if wrong := wrong_address(address):
             raise InvalidFieldError(wrong, field=field)
+        if scheme(address) == IPC and (folder := folder_of_others(Path(address.partition("://")[2]))) is not None:
+            raise InvalidFieldError(
+                f"{address}: others than root and the daemon's user may put a socket there, in {folder}",
+                field=field,
+                remedy="name the peer.sock of a daemon, in a folder that is its own",
+            )
         if self.keys is not None and scheme(address) == TCP and not self.keys.keys_of(address):
             raise InvalidFieldError(
                 f"{address}: no key of a node is allowed for this address",
@@ -509,11 +516,21 @@ class PeerLinks:
         self.counters.add("peers.overflowed")
         self._replace(link, f"it read too slowly: {link.waiting} messages were waiting")
 
-    def _replace(self, link: PeerLink, why: str) -> None:
-        """Cut a link off, and connect anew."""
+    def spoke(self, link: PeerLink) -> None:
+        """Drop a link whose peer has spoken on it, where daemons only listen."""
+        if self._links.get(link.address) is link:
+            self.counters.add("peers.spoke")
+            with self.going_on(link.address):
+                self._cut(link, "it spoke on a connection on which daemons only listen")
+
+    def _cut(self, link: PeerLink, why: str) -> None:
         del self._links[link.address]
         link.close()
         link.cut_off(why)
+
+    def _replace(self, link: PeerLink, why: str) -> None:
+        """Cut a link off, and connect anew."""
+        self._cut(link, why)
         try:
             self.connect(link.address)
         except (InvalidFieldError, OverloadedError) as error:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import select
 import socket
+import stat
+from collections import deque
 from pathlib import Path
 from types import TracebackType
 from typing import Final, NamedTuple, Self
@@ -32,6 +34,8 @@ HOLDER_SOCKET = "holder.sock"
 KEEPER_SOCKET = "keeper.sock"
 MAX_SOCKET_PATH_BYTES = 107
 BACKLOG: Final = 1024
+MOST_LINKS: Final = 40
+"""Symbolic links on the way to a file: as the kernel's bound."""
 DYING_MS: Final = 1000
 """For how long a killed daemon, whose lock is free already, may still have its sockets open."""
 ACTIVATED: Final = (CONTROL_SOCKET, SESSION_SOCKET)
@@ -56,6 +60,37 @@ LOCK: Final = "lock"
 def may_see_all(user: int | None) -> bool:
     """Return whether a user is shown what is others'; None: unknown, as of a connection over the network."""
     return user in {0, os.geteuid()}
+
+
+def folder_of_others(path: Path) -> Path | None:
+    """Return the first folder on the way to a path in which others may make or replace what comes next, if any.
+
+    Others are all but root and the daemon's own user. Nothing behind that folder is looked at: it may be on a file
+    system of theirs that never answers. Folders that are missing can only be made in the last one that is there.
+    """
+    folder, ahead, links = Path("/"), deque(path.parts), 0
+    while ahead:
+        found, name = os.lstat(folder), ahead.popleft()
+        if name == "..":
+            folder = folder.parent
+            continue
+        is_open = bool(found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+        if not may_see_all(found.st_uid) or (is_open and not found.st_mode & stat.S_ISVTX):
+            return folder
+        try:
+            child = os.lstat(folder / name)
+        except (FileNotFoundError, NotADirectoryError):
+            return folder if is_open else None
+        if is_open and not may_see_all(child.st_uid):  # in a sticky folder, where only its owner replaces what is there
+            return folder
+        links += stat.S_ISLNK(child.st_mode)
+        if links > MOST_LINKS:
+            return folder
+        if stat.S_ISLNK(child.st_mode):
+            ahead.extendleft(reversed((folder / name).readlink().parts))
+        else:
+            folder /= name
+    return None
 
 
 class Listener(NamedTuple):

@@ -18,7 +18,7 @@ import pytest
 
 from kvferry.daemon.daemon import EXIT_BAD_INPUT, main
 from kvferry.daemon.process import access
-from kvferry.daemon.process.access import LOCK_FILE, SOCKET_MODE, SOCKETS, RuntimeDirectory, listen_on
+from kvferry.daemon.process.access import LOCK_FILE, SOCKET_MODE, SOCKETS, RuntimeDirectory, folder_of_others, listen_on
 from kvferry.daemon.process.inherited import Inherited
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.settings import CONTROL_SOCKET, PEER_SOCKET, SESSION_SOCKET
@@ -246,3 +246,42 @@ def test_each_is_taken_by_its_name_and_the_others_are_closed(
     done = subprocess.run(command, env={**os.environ, **passed}, capture_output=True, text=True, check=True, timeout=60)
     said = json.loads(done.stdout.splitlines()[-1])
     assert said == {"taken": taken, "left": left, "inheritable": [], "open": stays_open, "variables": []}
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_there", "found"),
+    [
+        (0o755, False, False),
+        (0o775, True, True),
+        (0o1777, True, False),
+        (0o1777, False, True),
+    ],
+    ids=["its own", "of a group", "in a shared folder", "not there in a shared folder"],
+)
+def test_a_folder_in_which_others_make_files_is_found(
+    tmp_path: Path, mode: int, *, is_there: bool, found: bool
+) -> None:
+    folder, link = tmp_path / "folder", tmp_path / "link"
+    folder.mkdir()
+    link.symlink_to(folder)
+    folder.chmod(mode)
+    if is_there:
+        (folder / "socket").touch()
+    for path in (folder / "socket", link / "socket"):
+        assert (folder_of_others(path) is not None) is found
+
+
+def test_a_file_of_another_user_in_a_shared_folder_is_not_believed(
+    tmp_path: Path, require: Callable[[object, str], None]
+) -> None:
+    require(os.geteuid() == 0, "root, who gives files away")
+    tmp_path.chmod(0o1777)
+    file = tmp_path / "socket"
+    file.touch()
+    assert folder_of_others(file) is None
+    os.chown(file, 65533, 65533)
+    assert folder_of_others(file) == tmp_path
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    os.chown(folder, 65533, 65533)
+    assert folder_of_others(folder / "missing" / "socket") == tmp_path

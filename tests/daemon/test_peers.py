@@ -36,6 +36,7 @@ from kvferry.protocol.peer_messages import (
     OpEnded,
     PeerBody,
     PeerEnvelope,
+    PeerHeartbeat,
     PeerHello,
     PeerSend,
     ReceiveClosed,
@@ -77,6 +78,7 @@ class ScriptedPeer:
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.setsockopt(zmq.IPV6, 1)
         self._told: set[str] = set()
+        self._heard_by = b""
 
     @property
     def incarnation(self) -> Incarnation:
@@ -115,9 +117,18 @@ class ScriptedPeer:
         await self.greet(to, **more)
         await to.until(lambda: self.incarnation in to.up)
 
+    async def speak_on_the_connection(self) -> None:
+        """Say on the connection by which the daemon speaks more than libzmq keeps by default."""
+        for _ in range(3000):
+            await self._router.send_multipart([self._heard_by, b""])
+
+    def leave(self) -> None:
+        """Close that connection once all is sent."""
+        self._router.close(linger=1000)
+
     async def hears(self) -> PeerEnvelope:
         async with asyncio.timeout(PATIENCE_S):
-            _, *frames = await self._router.recv_multipart()
+            self._heard_by, *frames = await self._router.recv_multipart()
         envelope = decode_peer(frames).envelope
         self.told_key = envelope.key
         return envelope
@@ -408,12 +419,37 @@ async def test_who_cannot_be_called_or_could_not_call_back_is_refused(tmp_path: 
         (links.check_reachable, "tcp://127.0.0.1:7801", r"set peers\.listen"),
         (links.check_reachable, "ipc:///" + "x" * 150, "151 bytes"),
         (links.connect, "ipc:///a\0b", "unprintable"),
+        (links.connect, "ipc://@anybody", "the whole path"),
+        (links.connect, "ipc:///tmp/anybody/peer.sock", "others than root and the daemon's user"),
     ):
         with pytest.raises(InvalidFieldError, match=why) as refused:
             refuse(address, "source_daemons[0]")
         assert refused.value.field == "source_daemons[0]"
     assert links.status() == ()
     links.check_reachable(f"ipc://{tmp_path}/other.sock", "source_daemons[0]")
+
+
+async def test_who_speaks_where_it_is_only_to_listen_is_hung_up_on(daemon: Daemon, scripted: ScriptedPeer) -> None:
+    await scripted.meet(daemon)
+    await scripted.speak_on_the_connection()
+    await daemon.counts("peers.spoke", 1)
+    assert daemon.lost == [scripted.incarnation]
+    assert states(daemon) == []
+
+
+async def test_who_speaks_where_it_is_only_to_listen_and_leaves_ends_no_process(
+    tmp_path: Path, start: MakeDaemon, scripted: ScriptedPeer
+) -> None:
+    """Heartbeats of libzmq are due before and after; with another peer they go on."""
+    daemon = start(tmp_path / "peer.sock", None, Heartbeat(20, 10_000))
+    with contextlib.closing(ScriptedPeer(f"ipc://{tmp_path}/another")) as another:
+        await another.meet(daemon)
+        daemon.links.connect(scripted.address)
+        await scripted.hears()
+        await scripted.speak_on_the_connection()
+        scripted.leave()
+        for _ in range(60):
+            await another.hears_until(PeerHeartbeat)
 
 
 async def test_a_greeting_from_where_nobody_listens_is_no_peer(daemon: Daemon, scripted: ScriptedPeer) -> None:
