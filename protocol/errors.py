@@ -415,7 +415,7 @@ class FirstTokenTwiceError(CallerError):
 
 
 class TransferExistsError(CallerError):
-    """The request id is in use by a live transfer or by another tenant."""
+    """The request id is in use by a live transfer."""
 
     code = "TRANSFER_EXISTS"
     remedy = "wait for the other transfer's SETTLED event, or use a new request id"

@@ -281,7 +281,7 @@ class TransferService:
     def _context(self, call: Call, body: Send | Receive) -> RequestContext:
         if self.draining:
             raise ShuttingDownError("the daemon is shutting down and accepts no new transfers")
-        if self.drained and not self._is_under_way(body.request_id):
+        if self.drained and not self._is_under_way(call.session.tenant, body.request_id):
             raise DrainedError("an operator has drained this daemon: it accepts no new transfers")
         pool = self._pools.named_by(call.session, body.pool)
         session_id = call.session.session_id
@@ -294,9 +294,9 @@ class TransferService:
             session_id, pool, body.request_id, Clocked(now, now + call.deadline_s), call.session.owner_id
         )
 
-    def _is_under_way(self, request_id: str) -> bool:
+    def _is_under_way(self, tenant: int, request_id: str) -> bool:
         endpoints = self._state_machine.endpoints
-        return bool(endpoints.of_request(request_id) or endpoints.announced(request_id))
+        return bool(endpoints.of_request(tenant, request_id) or endpoints.announced(tenant, request_id))
 
     def _check_limits(self, session: Session) -> None:
         most = self._limits.max_transfers_per_session

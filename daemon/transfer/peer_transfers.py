@@ -46,7 +46,6 @@ from kvferry.protocol.errors import (
     OverloadedError,
     PageGapError,
     PeerLostError,
-    TransferExistsError,
     UnexpectedSourceError,
     UnknownTransferError,
     raised,
@@ -228,11 +227,11 @@ class PeerTransfers:
                 self._send_chunks(remote_endpoint)
             self._notify_of_ends(known, now)
             return
-        for older in self._endpoints.announced(name.request_id):
+        for older in self._endpoints.announced(name.tenant, name.request_id):
             same_receive = _without_epoch(older.receive_request) == _without_epoch(name)
             if older.home.address == home.address and same_receive:  # the message of its end was lost, or is late
                 self._completion.close(older, Event.BEGUN_ANEW, now, detail="the receiver has begun anew")
-        endpoints = self._endpoints.of_request(name.request_id)
+        endpoints = self._endpoints.of_request(name.tenant, name.request_id)
         try:
             self._check_announcement(home, body)
         except KvferryError as refusal:
@@ -252,19 +251,16 @@ class PeerTransfers:
         """Check a new announcement.
 
         Raises:
-            TransferExistsError: its request id is another tenant's here.
             InvalidFieldError: its daemon would wait for longer than any engine may, or other RECEIVEs of the request
                 have said another number of destinations.
             OverloadedError: too many are announced, by this daemon or by all.
         """
         name, known = body.receive_request, self._endpoints.announcements
-        if any(one.pool.tenant != name.tenant for one in self._endpoints.of_request(name.request_id)):
-            raise TransferExistsError("the request id is in use by another tenant", field="request_id")
         if body.deadline_ms > LONGEST_ANNOUNCEMENT_MS:
             raise InvalidFieldError(
                 f"{body.deadline_ms} ms: a day at most, {LONGEST_ANNOUNCEMENT_MS} ms", field="deadline_ms"
             )
-        self._endpoints.check_destinations(name.request_id, body.destinations, body.source_pools)
+        self._endpoints.check_destinations(name.tenant, name.request_id, body.destinations, body.source_pools)
         if self._endpoints.announced_by[home] >= (most := MAX_ANNOUNCEMENTS_OF_A_PEER):
             raise OverloadedError(f"{most} receive requests of the same daemon are announced here")
         if len(known) >= MAX_ANNOUNCEMENTS:
@@ -276,7 +272,7 @@ class PeerTransfers:
             if isinstance(one, RemoteEndpoint) and one.state is State.OPEN:
                 self._endpoints.effects.append(peer_send_of(one, number))
         if number == 0:
-            for announcement in self._endpoints.announced(send_request.request_id):
+            for announcement in self._endpoints.announced(send_request.pool.tenant, send_request.request_id):
                 if _fills(send_request, announcement):
                     self._join(announcement, send_request)
 
@@ -413,9 +409,8 @@ class PeerTransfers:
         """
         waiting = [
             one
-            for one in self._endpoints.of_request(half.request_id)
+            for one in self._endpoints.of_request(half.tenant, half.request_id)
             if one.direction != half.direction
-            and one.pool.tenant == half.tenant
             and one.state is State.OPEN
             and one.unmet
             and (source is None or not isinstance(one, ReceiveRequest) or source in one.source_daemons)

@@ -195,6 +195,11 @@ def _named(endpoint: SendRequest | ReceiveRequest) -> str:
     return f"{endpoint.direction.upper()} {endpoint.request_id} of session {endpoint.session_id}"
 
 
+def _request_of(one: SendRequest | ReceiveRequest | Announcement) -> tuple[int, str]:
+    """Return the request by its tenant: others may have one of the same number."""
+    return one.half.tenant, one.half.request_id
+
+
 class Groups(Generic[K, T]):
     """Things by a key that several may have, in the order in which they came."""
 
@@ -246,8 +251,8 @@ class Endpoints:
         self.ops: dict[int, TransferOp] = {}
         self.effects: list[Effect] = []
         self.quarantined: list[SendRequest | ReceiveRequest] = []
-        self._by_request: Groups[str, SendRequest | ReceiveRequest] = Groups()
-        self._announced: Groups[str, Announcement] = Groups()
+        self._by_request: Groups[tuple[int, str], SendRequest | ReceiveRequest] = Groups()
+        self._announced: Groups[tuple[int, str], Announcement] = Groups()
         self._expecting: Groups[str, ReceiveRequest] = Groups()
         self.deadlines: Deadlines[SendRequest | ReceiveRequest | Announcement] = Deadlines()
 
@@ -261,20 +266,20 @@ class Endpoints:
         """Yield each endpoint that has not settled when its turn comes: ending one may end others."""
         yield from (one for one in list(endpoints) if one.state is not State.SETTLED)
 
-    def of_request(self, request_id: str) -> list[SendRequest | ReceiveRequest]:
-        """Return the endpoints of a request that belong to this daemon's sessions."""
-        return self._by_request.of(request_id)
+    def of_request(self, tenant: int, request_id: str) -> list[SendRequest | ReceiveRequest]:
+        """Return the endpoints of a tenant's request that belong to this daemon's sessions."""
+        return self._by_request.of((tenant, request_id))
 
     def all_of_request(self, request_id: str) -> list[SendRequest | ReceiveRequest | RemoteEndpoint]:
-        """Return everything of a request, also of other daemons, and also what has entered in part only. Slow."""
+        """Return everything of a request, whoever's it is, and also what has entered in part only. Slow."""
         every = (self.remote_endpoints, self.remote_sends, self.receive_requests, self.send_requests)
         return [one for of_kind in every for one in of_kind.values() if one.request_id == request_id]
 
-    def announced(self, request_id: str) -> list[Announcement]:
-        """Return other daemons' receive requests for a request, oldest first."""
-        return self._announced.of(request_id)
+    def announced(self, tenant: int, request_id: str) -> list[Announcement]:
+        """Return other daemons' receive requests for a tenant's request, oldest first."""
+        return self._announced.of((tenant, request_id))
 
-    def check_destinations(self, request_id: str, destinations: int, source_pools: Sequence[str]) -> None:
+    def check_destinations(self, tenant: int, request_id: str, destinations: int, source_pools: Sequence[str]) -> None:
         """Check how many RECEIVEs a source fills, as one of them says, by what the others have said.
 
         Raises:
@@ -282,10 +287,10 @@ class Endpoints:
         """
         of_sessions = [
             one
-            for one in self.of_request(request_id)
+            for one in self.of_request(tenant, request_id)
             if one.state is State.OPEN and (isinstance(one, ReceiveRequest) or one.receive_requests)
         ]
-        for one in (*of_sessions, *self.announced(request_id)):
+        for one in (*of_sessions, *self.announced(tenant, request_id)):
             theirs = (one.pool.name,) if isinstance(one, SendRequest) else one.source_pools
             if one.destinations != destinations and shared_sources(theirs, source_pools):
                 raise InvalidFieldError(
@@ -320,14 +325,14 @@ class Endpoints:
     def announce(self, announcement: Announcement) -> None:
         """Add another daemon's receive request."""
         self.announcements[announcement.home, announcement.receive_request] = announcement
-        self._announced.add(announcement.receive_request.request_id, announcement)
+        self._announced.add(_request_of(announcement), announcement)
         self.announced_by[announcement.home] += 1
         self.deadlines.set(announcement, announcement.deadline_at)
 
     def withdraw(self, announcement: Announcement) -> None:
         """Remove another daemon's receive request, if it is there."""
         self.deadlines.drop(announcement)
-        self._announced.drop(announcement.receive_request.request_id, announcement)
+        self._announced.drop(_request_of(announcement), announcement)
         if self.announcements.pop((announcement.home, announcement.receive_request), None) is not None:
             self.announced_by[announcement.home] -= 1
             if not self.announced_by[announcement.home]:
@@ -341,7 +346,7 @@ class Endpoints:
                 self._expecting.add(address, endpoint)
         else:
             self.send_requests[endpoint.key] = endpoint
-        self._by_request.add(endpoint.request_id, endpoint)
+        self._by_request.add(_request_of(endpoint), endpoint)
         self.deadlines.set(endpoint, endpoint.deadline_at)
 
     def leave(self, endpoint: SendRequest | ReceiveRequest) -> None:
@@ -352,7 +357,7 @@ class Endpoints:
         if isinstance(endpoint, ReceiveRequest):
             for address in endpoint.source_daemons:
                 self._expecting.drop(address, endpoint)
-        self._by_request.drop(endpoint.request_id, endpoint)
+        self._by_request.drop(_request_of(endpoint), endpoint)
         of_kind: dict[EndpointKey, Any] = (
             self.receive_requests if isinstance(endpoint, ReceiveRequest) else self.send_requests
         )

@@ -147,17 +147,16 @@ class TransferStateMachine:
             checksums: whether what arrives is compared with checksums of the source's bytes.
 
         Raises:
-            TransferExistsError: the request id is in use.
+            TransferExistsError: the request has a receive request in this pool.
             InvalidFieldError: another RECEIVE of the request has said another number of ``destinations``, or
                 ``source_pools`` are not ``sources`` names.
             UnexpectedSourceError: more send requests wait than ``sources``.
             OverloadedError: too many payload bytes are kept.
             KvferryError: the pages cannot be written, or a waiting SEND does not fit: see ``match``.
         """
-        self._check_tenant(context)
         if source_pools and len(set(source_pools)) != sources:
             raise InvalidFieldError(f"{len(set(source_pools))} names of {sources} sources", field="source_pools")
-        self.endpoints.check_destinations(context.request_id, destinations, source_pools)
+        self.endpoints.check_destinations(context.pool.tenant, context.request_id, destinations, source_pools)
         now = context.times.created_at
         receive_request = ReceiveRequest(
             context.pool,
@@ -226,14 +225,13 @@ class TransferStateMachine:
         """Accept a SEND and start its copies into the receive requests that wait for it.
 
         Raises:
-            TransferExistsError: the request id is in use, or its last SEND from this pool was accepted.
+            TransferExistsError: another session sends the request, or its last SEND from this pool was accepted.
             PageGapError: the chunk does not continue the one before.
             InvalidFieldError: the steps do not name each layer once.
             TooLargeError: the payload exceeds the bound of this pool or a receiver's, or there are too many chunks.
             OverloadedError: too many payload bytes are kept.
             KvferryError: the pages cannot be read, or a receive request does not take them: see ``match``.
         """
-        self._check_tenant(context)
         now = context.times.created_at
         send_request = self._send_for(context)
         number = len(send_request.chunks)
@@ -365,8 +363,8 @@ class TransferStateMachine:
         failed = self.peers.half_abandoned(half, error, now)
         homes = [
             one.home.address
-            for one in self.endpoints.announced(half.request_id)
-            if half.direction == "send" and one.receive_request.tenant == half.tenant
+            for one in self.endpoints.announced(half.tenant, half.request_id)
+            if half.direction == "send"
         ]
         body = HalfAbandoned(
             tenant=half.tenant, request_id=half.request_id, direction=half.direction, error=error.info()
@@ -425,14 +423,8 @@ class TransferStateMachine:
         endpoint = self.endpoint(session_id, key)
         return known if endpoint is None else msgspec.structs.replace(known, matched=endpoint.matched)
 
-    def _check_tenant(self, context: RequestContext) -> None:
-        tenants = {one.pool.tenant for one in self.endpoints.of_request(context.request_id)}
-        tenants.update([one.receive_request.tenant for one in self.endpoints.announced(context.request_id)])
-        if not tenants <= {context.pool.tenant}:
-            raise TransferExistsError("the request id is in use by another tenant", field="request_id")
-
     def _open_sends(self, context: RequestContext) -> list[SendRequest]:
-        endpoints = self.endpoints.of_request(context.request_id)
+        endpoints = self.endpoints.of_request(context.pool.tenant, context.request_id)
         return [one for one in endpoints if isinstance(one, SendRequest) and one.state is State.OPEN]
 
     def _send_for(self, context: RequestContext) -> SendRequest:
@@ -452,7 +444,7 @@ class TransferStateMachine:
 
     def _receives_for(self, context: RequestContext) -> list[ReceiveRequest]:
         """Return the open receive requests that a new send request joins."""
-        endpoints = self.endpoints.of_request(context.request_id)
+        endpoints = self.endpoints.of_request(context.pool.tenant, context.request_id)
         receive_requests = [
             one
             for one in endpoints
@@ -465,7 +457,7 @@ class TransferStateMachine:
             for receive_request in receive_requests
             if len(receive_request.send_requests) < receive_request.sources
         ]
-        if receive_requests and not waiting and not self.endpoints.announced(context.request_id):
+        if receive_requests and not waiting and not self.endpoints.announced(context.pool.tenant, context.request_id):
             raise UnexpectedSourceError("every receive request of this request has all its sources", field="request_id")
         return waiting[: waiting[0].destinations] if waiting else []
 

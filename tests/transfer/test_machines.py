@@ -289,7 +289,7 @@ class TransferMachine(SidesMachine):
         """RECEIVE what was sent and cancelled before anybody came; ``again``: and then sent once more."""
         session, pool = self.draw_session(data), self.sources[0]
         home = data.draw(st.sampled_from(self.destinations))
-        if self.harness.state_machine.endpoints.of_request(request) or home.allocator.free_count < PROMPT:
+        if self.harness.state_machine.endpoints.of_request(pool.tenant, request) or home.allocator.free_count < PROMPT:
             return
         key = EndpointKey(pool.tenant, request, pool.name, "send")
         for _ in range(1 + again):
