@@ -41,7 +41,7 @@ class Index:
     """The daemon's index, without memory for the blocks' bytes."""
 
     def __init__(self, block_pages: int) -> None:
-        self._index = BlockIndex(CacheJournal(1 << 16), quota_bytes=1 << 60)
+        self._index = BlockIndex(CacheJournal(1 << 16), most_bytes=1 << 60)
         self._namespace = Namespace(0, "0" * 32, "1" * 32, "main", block_pages)
         self._next = 0
         self._chains: list[int] = []

@@ -44,6 +44,7 @@ from kvferry.daemon.process.log_lines import LogLines
 from kvferry.daemon.process.memory import HostMemory
 from kvferry.daemon.process.signals import answered
 from kvferry.daemon.process.succession import Predecessor
+from kvferry.daemon.process.tenants import Tenants
 from kvferry.daemon.process.threads import started_threads
 from kvferry.daemon.process.time_slices import as_others, be_as_others, be_prompt
 from kvferry.daemon.quota import Quota
@@ -195,16 +196,18 @@ class Daemon:
         self._stopping = stopping
         self.counters = counters = Counters()
         # -- what engines, operators and other daemons talk to
+        tenants = Tenants(config.tenants)
         self._control_path = directory.path / CONTROL_SOCKET
-        self._descriptors = descriptors = Descriptors(raise_limit())
+        self._descriptors = descriptors = Descriptors(raise_limit(), shares=tenants.shares)
         self._control = ControlSocket(
             directory.listen(CONTROL_SOCKET),
             limits,
             counters,
             max_connections=descriptors.unauthenticated,
             kept=connection_bytes,
+            tenants=tenants,
         )
-        self._sessions = SessionRegistry(limits)
+        self._sessions = SessionRegistry(limits, tenants)
         self._dispatcher = Dispatcher(self.boot_id, limits, self._sessions, counters, self._control.send)
         self._links = PeerLinks(
             self.boot_id,
@@ -281,9 +284,10 @@ class Daemon:
                 "payload",
                 limits.max_kept_session_payload_bytes,
                 limits.max_kept_payload_bytes,
-                self._sessions.user_of,
+                self._sessions.tenant_of,
                 field="payload",
                 part_of=self._dispatcher.kept,
+                shares=tenants.shares,
             ),
             tuning.whole_below_bytes,
         )
@@ -331,7 +335,7 @@ class Daemon:
         )
         self._verification = Verification(
             self._dispatcher,
-            self._control.user_of,
+            self._control.tenant_of,
             self._registry,
             self._pools,
             state_machine.endpoints,
@@ -339,10 +343,10 @@ class Daemon:
             self._remote.receiver,
             self._adoption,
         )
-        self._upgrade = UpgradeService(self._dispatcher, self._control.user_of, self._adoption, config)
+        self._upgrade = UpgradeService(self._dispatcher, self._control.tenant_of, self._adoption, config)
         # -- what operators ask, and metrics
         self._readiness = Readiness(
-            self._dispatcher, self._control.user_of, self._transfers, self._ends_or_hands_over, self._listens
+            self._dispatcher, self._control.tenant_of, self._transfers, self._ends_or_hands_over, self._listens
         )
         self._lag = LoopLag(loop)
         self._metrics = self._collecting(state_machine, connection_bytes)
@@ -385,7 +389,7 @@ class Daemon:
             configuration,
         )
         Overview(self._dispatcher, self._control, parts)
-        LogReader(self._dispatcher, self._control.user_of, lines)
+        LogReader(self._dispatcher, self._control.tenant_of, lines)
         self._dispatcher.handle_open("HELLO", self._hello)
         self._dispatcher.check_complete()
 

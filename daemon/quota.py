@@ -1,6 +1,6 @@
 """A quota: bytes that sessions make the daemon keep, counted by who keeps them, with a bound for each and for all.
 
-A user has its share of the whole. What does not fit is refused; where something older can go instead, ``worst`` says
+A tenant has its share of the whole. What does not fit is refused; where something older can go instead, ``worst`` says
 whose. A quota may be part of another one, which counts its bytes as well. Does not know what it counts.
 """
 
@@ -10,15 +10,16 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from kvferry.daemon.process.shares import share
+from kvferry.daemon.process.shares import Shares
+from kvferry.protocol.config.tenants import whose
 from kvferry.protocol.errors import OverloadedError
 
 
 class _Kept:
     """What one session keeps: ``own_bytes`` by key, and ``size_bytes`` with those of the quotas that are a part."""
 
-    def __init__(self, user: int) -> None:
-        self.user = user  # remembered: the session may end before what it keeps
+    def __init__(self, tenant: int) -> None:
+        self.tenant = tenant  # remembered: the session may end before what it keeps
         self.sizes: dict[Hashable, int] = {}
         self.own_bytes = 0
         self.size_bytes = 0
@@ -38,33 +39,36 @@ class Quota:
         name: str,
         each: int,
         most: int,
-        user_of: Callable[[int], int] = lambda _session_id: 0,
+        tenant_of: Callable[[int], int] = lambda _session_id: 0,
         *,
         small: int = 0,
         field: str = "",
         part_of: Quota | None = None,
+        shares: Shares | None = None,
     ) -> None:
         """Count nothing yet.
 
         Args:
             name: as in ``Limits``: request, payload or reply.
             each: the bound of a session.
-            most: the bound of all, of which a user has its share.
-            user_of: the user of a live session.
+            most: the bound of all, of which a tenant has its share.
+            tenant_of: the tenant of a live session.
             small: what is up to this size has a quarter more, and no bound of the session: it may end what waits.
             field: of a request, which an error names.
             part_of: what counts these bytes as well, but for a session's bound.
+            shares: of the tenants.
         """
         self.each = each
         self.most = most
         self.total = 0
         self._name = name
-        self._user_of = user_of
+        self._tenant_of = tenant_of
+        self._shares = shares or Shares()
         self._small = small
         self._field = field
         self._whole = part_of
         self._sessions: dict[int, _Kept] = {}
-        self._of_user: Counter[int] = Counter()
+        self._of_tenant: Counter[int] = Counter()
 
     def __repr__(self) -> str:
         """Show how many bytes are kept."""
@@ -75,10 +79,14 @@ class Quota:
         kept = self._sessions.get(session_id)
         return kept.own_bytes if kept is not None else 0
 
+    def by_tenant(self) -> Counter[int]:
+        """Return how many bytes are kept for each tenant, with the quotas that are a part."""
+        return Counter(self._of_tenant)
+
     def worst(self) -> int:
-        """Return the session with most bytes, of the user who keeps most of all."""
+        """Return the session with most bytes, of the tenant who keeps most of all."""
         return max(
-            self._sessions, key=lambda one: (self._of_user[self._sessions[one].user], self._sessions[one].own_bytes)
+            self._sessions, key=lambda one: (self._of_tenant[self._sessions[one].tenant], self._sessions[one].own_bytes)
         )
 
     def oldest(self, session_id: int) -> Any:  # noqa: ANN401  a key, of a type that its caller knows
@@ -103,18 +111,18 @@ class Quota:
         self.check_whole(session_id, size_bytes, beside)
 
     def check_whole(self, session_id: int, size_bytes: int, beside: int = 0, most: int | None = None) -> None:
-        """Check that so many bytes more may be kept, whatever for: by the share of the session's user in all.
+        """Check that so many bytes more may be kept, whatever for: by the share of the session's tenant in all.
 
         Raises:
             OverloadedError: they exceed it.
         """
         most = self.most if most is None else most
-        if 2 * (self.total + size_bytes + beside) > most:  # else it is within every share
+        if self._shares.parts or 2 * (self.total + size_bytes + beside) > most:  # else it is within every share
             kept = self._sessions.get(session_id)
-            user = self._user_of(session_id) if kept is None else kept.user
-            its = self._of_user[user]
-            if its + size_bytes > share(user, most, self.total - its + beside):
-                where = f"limits.max_kept_{self._name}_bytes, or the share of user {user}, who has {its}"
+            tenant = self._tenant_of(session_id) if kept is None else kept.tenant
+            its = self._of_tenant[tenant]
+            if its + size_bytes > self._shares.most(tenant, most, self._of_tenant, beside):
+                where = f"limits.max_kept_{self._name}_bytes, or the share of {whose(tenant)}, who has {its}"
                 raise self._overloaded(self.total, size_bytes + beside, most, "all sessions", where)
         if self._whole is not None:
             self._whole.check_whole(session_id, size_bytes, beside)
@@ -151,14 +159,14 @@ class Quota:
     def _count(self, session_id: int, size_bytes: int) -> _Kept:
         kept = self._sessions.get(session_id)
         if kept is None:
-            kept = self._sessions[session_id] = _Kept(self._user_of(session_id))
+            kept = self._sessions[session_id] = _Kept(self._tenant_of(session_id))
         kept.size_bytes += size_bytes
-        self._of_user[kept.user] += size_bytes
+        self._of_tenant[kept.tenant] += size_bytes
         self.total += size_bytes
         if not kept.size_bytes:
             del self._sessions[session_id]
-        if not self._of_user[kept.user]:
-            del self._of_user[kept.user]
+        if not self._of_tenant[kept.tenant]:
+            del self._of_tenant[kept.tenant]
         if self._whole is not None:
             self._whole._count(session_id, size_bytes)  # noqa: SLF001  of this class
         return kept

@@ -25,14 +25,13 @@ from kvferry.pools.records import (
     Buffer,
     Number,
     UnreadableFileError,
-    UserId,
     check_magic,
     invalidate,
     is_blank,
     read_record,
     write_record,
 )
-from kvferry.protocol.ids import ModelIdentity, PoolName
+from kvferry.protocol.ids import ModelIdentity, PoolName, TenantNumber
 from kvferry.protocol.limits import MAX_PAYLOAD_BYTES
 from kvferry.protocol.manifests import Manifest, PoolSpec
 
@@ -57,7 +56,7 @@ class PoolRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     name: PoolName
-    tenant: UserId
+    tenant: TenantNumber
     spec: PoolSpec
     model: ModelIdentity | None = None
     max_payload_bytes: Annotated[int, Meta(ge=0)] = MAX_PAYLOAD_BYTES

@@ -35,6 +35,9 @@ PLAIN_TEXT = "^[^\\x00-\\x1f\\x7f]*\\Z"
 
 PlainText = Annotated[str, Meta(pattern=PLAIN_TEXT)]
 
+TenantNumber = Annotated[int, Meta(ge=0, lt=1 << 33)]
+"""A user's number, or one that ``config.tenants`` gives."""
+
 ProcessId = Annotated[int, Meta(ge=1, lt=1 << 31)]
 
 ClientName = Annotated[str, Meta(max_length=128)]

@@ -75,6 +75,8 @@ class StatusReport(ReplyBody, frozen=True, kw_only=True, tag="STATUS_REPORT"):
     """An operator has drained it; see DRAIN."""
     configuration: dict[str, ConfiguredValue] = msgspec.field(default_factory=dict)
     """The daemon's own, where STATUS asks for it; empty for others than root and the daemon's own user."""
+    tenants: tuple[TenantStatus, ...] = ()
+    """What each tenant has that all share; another tenant is shown its own row."""
     peers_prove: Literal["", "key", "nothing"] = ""
     """What daemons of other hosts prove who they are by: keys, or nothing (``peers.insecure``); empty where none can
     connect."""
@@ -90,8 +92,29 @@ class ConfiguredValue(msgspec.Struct, frozen=True, kw_only=True):
     source: str
 
 
+class TenantStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One tenant in STATUS. ``name``: as it is configured; empty: it is the user of that number.
+
+    ``share``: the part of everything that is kept for it. ``descriptors``: that are promised to it. ``kept_bytes``: of
+    its requests and replies. ``pool_bytes``: of its pools in host memory. ``tier_bytes``: in the host tier.
+    """
+
+    tenant: int
+    name: str = ""
+    share: float = 0.0
+    sessions: int = 0
+    descriptors: int = 0
+    kept_bytes: int = 0
+    pool_bytes: int = 0
+    tier_bytes: int = 0
+    disk_bytes: int = 0
+
+
 class OthersStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What users have in STATUS who are not the one that asks. ``kept_bytes``: of their requests and replies."""
+    """What ``users`` tenants have in STATUS who are not the one that asks.
+
+    ``kept_bytes``: of their requests and replies.
+    """
 
     users: int = 0
     pools: int = 0
@@ -106,7 +129,7 @@ class OthersStatus(msgspec.Struct, frozen=True, kw_only=True):
 class DescriptorsStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The daemon's descriptors in STATUS: open now, of so many that it may open.
 
-    ``promised`` of ``room`` are for sessions, pools, rings and tables; a user may have three quarters of them.
+    ``promised`` of ``room`` are for sessions, pools, rings and tables; a tenant may have three quarters of them.
     ``listening``: it accepts connections; not where none is left.
     """
 
@@ -120,7 +143,7 @@ class DescriptorsStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Status(AnsweredBy[StatusReport], frozen=True, kw_only=True, tag="STATUS"):
     """Ask for the daemon's pools, sessions, transfers, tiers and counters.
 
-    A user is shown its own, and totals of what others have; root and the daemon's own user are shown all.
+    A tenant is shown its own, and totals of what others have; root and the daemon's own user are shown all.
     ``holders``: also who holds the pages of each pool. ``recent``: also the last transfers that have ended.
     ``configuration``: also that with which the daemon began.
     """

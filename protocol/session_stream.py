@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.protocol.errors import ErrorInfo, MalformedError
-from kvferry.protocol.ids import PLAIN_TEXT, ClientName, Hex128, PeerKey, PoolName
+from kvferry.protocol.ids import PLAIN_TEXT, ClientName, Hex128, PeerKey, PoolName, TenantNumber
 
 Handle = Annotated[bytes, Meta(max_length=512)]
 MAX_STORAGE_HANDLE_BYTES = 12 << 10
@@ -101,7 +101,7 @@ class SessionOpen(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
 class RegionRequest(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="REGION_REQUEST"):
     """Sent by another daemon of this host instead of OPEN: it asks for a pool's memory, for reading."""
 
-    tenant: Annotated[int, Meta(ge=0, lt=1 << 32)]
+    tenant: TenantNumber
     pool: PoolName
     region: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
     """The identity of the pool's memory when its pages were sent."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -24,6 +24,7 @@ from kvferry.protocol.session_messages import (
     Status,
     StatusReport,
     TablesStatus,
+    TenantStatus,
     TransferStatus,
 )
 
@@ -98,15 +99,19 @@ def status_lines(report: StatusReport, boot_id: str) -> Iterable[str]:
     if report.descriptors is not None:
         yield _descriptors_line(report.descriptors)
     yield f"other daemons find it at {', '.join(report.addresses)}{_PROOFS[report.peers_prove]}"
+    named = {one.tenant: one.name for one in report.tenants if one.name}
+    if named or len(report.tenants) > 1:
+        of_tenant = ("tenant", "share", "sessions", "descriptors", "kept MiB", "pools GiB", "host tier GiB", "disk GiB")
+        yield from table("tenants", of_tenant, [_tenant_row(one) for one in report.tenants])
     yield from table(
         "pools",
         ("pool", "tenant", "pages", "free", "busy", "page KiB", "GiB", "layout", "model", "device"),
-        [row for pool in report.pools for row in _pool_rows(pool)],
+        [row for pool in report.pools for row in _pool_rows(pool, named)],
     )
     yield from table(
         "sessions",
         ("session", "name", "instance", "tenant", "pid", "pages", "transfers", "unacked"),
-        [_session_row(one) for one in report.sessions],
+        [_session_row(one, named) for one in report.sessions],
     )
     yield ""
     yield _transfers_line(report.transfers)
@@ -183,11 +188,11 @@ def _descriptors_line(one: DescriptorsStatus) -> str:
     return f"{one.open} of {one.limit} descriptors open, {one.promised} of {one.room} promised{waits}"
 
 
-def _pool_rows(pool: PoolStatus) -> Iterable[tuple[object, ...]]:
+def _pool_rows(pool: PoolStatus, named: Mapping[int, str]) -> Iterable[tuple[object, ...]]:
     """Yield a pool's row, and one for each further page space; spaces are named if there are several."""
     first, *more = [f"{pool.pool} {one.space}" for one in pool.spaces] or [pool.pool]
     yield (
-        first, pool.tenant, pool.pages, pool.free, pool.busy, f"{pool.page_bytes / 1024:.1f}",
+        first, named.get(pool.tenant, pool.tenant), pool.pages, pool.free, pool.busy, f"{pool.page_bytes / 1024:.1f}",
         f"{pool.region_bytes / GIB:.2f}", pool.layout_digest[:8],
         pool.model.label if pool.model else "-", _place(pool),
     )  # fmt: skip
@@ -195,10 +200,18 @@ def _pool_rows(pool: PoolStatus) -> Iterable[tuple[object, ...]]:
         yield (name, "", one.pages, one.free, one.busy, f"{one.page_bytes / 1024:.1f}", "", "", "", "")
 
 
-def _session_row(one: SessionStatus) -> tuple[object, ...]:
+def _session_row(one: SessionStatus, named: Mapping[int, str]) -> tuple[object, ...]:
     """Return a session's row; its instance by its number, and its name where it has one."""
     instance = f"{one.owner} {one.instance}".rstrip()
-    return (one.session, one.name, instance, one.tenant, one.pid, one.pages, one.transfers, one.unacknowledged_events)
+    whose = named.get(one.tenant, one.tenant)
+    return (one.session, one.name, instance, whose, one.pid, one.pages, one.transfers, one.unacknowledged_events)
+
+
+def _tenant_row(one: TenantStatus) -> tuple[object, ...]:
+    """Return a tenant's row, by its name or, of a user, the number."""
+    share = f"{one.share:.0%}" if one.share else "-"
+    sizes = [f"{size / GIB:.2f}" for size in (one.pool_bytes, one.tier_bytes, one.disk_bytes)]
+    return (one.name or one.tenant, share, one.sessions, one.descriptors, f"{one.kept_bytes / MIB:.1f}", *sizes)
 
 
 def _place(pool: PoolStatus) -> str:

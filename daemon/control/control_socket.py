@@ -2,7 +2,7 @@
 
 What connects is accepted by the control loop itself, one after another and never more than the bound: see ``zmtp`` for
 why it is not libzmq that listens. At the bound a new connection takes the place of the one that was heard least
-recently, of the user (or, over TCP, the host) that has most of them; those of live sessions are spared. So silent
+recently, of the tenant (or, over TCP, the host) that has most of them; those of live sessions are spared. So silent
 unauthenticated connections neither keep others out nor cost an idle engine its connection.
 """
 
@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import select
 import socket
-import struct
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
@@ -25,6 +24,7 @@ from kvferry.daemon.control.kept_bytes import ConnectionBytes
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.zmtp import IncomingStream, ReceivedMessage, encoded
 from kvferry.daemon.process.access import BACKLOG, Listener
+from kvferry.daemon.process.tenants import Tenants
 from kvferry.protocol.addresses import is_v6
 from kvferry.protocol.errors import ConfigError, KvferryError
 from kvferry.protocol.limits import Limits
@@ -69,8 +69,6 @@ FLUSH_BYTES: Final = 1 << 20
 PAUSE_BYTES: Final = 4 << 20
 """With so many bytes that its peer has not read, no more of a connection's messages are handled."""
 
-_CREDENTIALS: Final = struct.Struct("3i")
-
 log = structlog.get_logger(__name__)
 OnMessage = Callable[[ReceivedMessage], None]
 
@@ -96,10 +94,12 @@ class ControlSocket:
         name: str = "control",
         max_connections: int = MAX_CONNECTIONS,
         kept: ConnectionBytes | None = None,
+        tenants: Tenants | None = None,
     ) -> None:
         """Take over a listening Unix socket and, if given, listen on the TCP address ``also``.
 
-        ``name`` is its name in the log; ``kept`` counts what connections keep, of other sockets too.
+        ``name`` is its name in the log; ``kept`` counts what connections keep, of other sockets too; ``tenants`` are
+        who may connect to the Unix socket.
 
         Raises:
             ConfigError: the TCP address cannot be listened on.
@@ -109,6 +109,7 @@ class ControlSocket:
         self.max_connections = max_connections
         self.max_queued = limits.max_requests_per_session + 2 * limits.max_transfers_per_session
         self.kept = kept or ConnectionBytes()
+        self._tenants = tenants or Tenants()
         self.buffer = bytearray(RECEIVE_BYTES)
         self.on_message: OnMessage | None = None
         self._name = name
@@ -192,7 +193,7 @@ class ControlSocket:
         return connection.put(encoded(frames), more=more)
 
     def origin_of(self, identity: bytes) -> object:
-        """Return whose connection it is: a user's id or, over TCP, the address of a host; None where it is gone."""
+        """Return whose connection it is: a tenant or, over TCP, the address of a host; None where it is gone."""
         connection = self._connections.get(identity)
         return None if connection is None else connection.origin
 
@@ -214,8 +215,8 @@ class ControlSocket:
             if connection is None or not connection.take_turn():
                 return
 
-    def user_of(self, identity: bytes) -> int | None:
-        """Return the number of the user who made a connection; None over the network, or where it is gone."""
+    def tenant_of(self, identity: bytes) -> int | None:
+        """Return the tenant who made a connection; None over the network, or where it is gone."""
         connection = self._connections.get(identity)
         return connection.origin if connection is not None and isinstance(connection.origin, int) else None
 
@@ -268,9 +269,19 @@ class ControlSocket:
                 return
             self._make_room()
             identity = next(self._numbers).to_bytes(8)
-            self._connections[identity] = _Connection(self, self._loop, channel, identity, _origin(channel, address))
+            self._connections[identity] = _Connection(
+                self, self._loop, channel, identity, self._origin(channel, address)
+            )
             if time.perf_counter() >= ends_at:
                 return
+
+    def _origin(self, channel: socket.socket, address: object) -> object:
+        """Return whose connection it is: a tenant, or the address of a host."""
+        if channel.family == socket.AF_UNIX:
+            return self._tenants.of(channel)
+        with contextlib.suppress(OSError):  # the connection may have ended already
+            channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return address[0] if isinstance(address, tuple) else address
 
     def _make_room(self) -> None:
         if len(self._connections) < self.max_connections:
@@ -555,16 +566,6 @@ def _drop(out: deque[bytes | memoryview], sent: int) -> None:
             out.appendleft(memoryview(first)[sent:])
             return
         sent -= len(first)
-
-
-def _origin(channel: socket.socket, address: object) -> object:
-    """Return whose connection it is: a user's id, or the address of a host."""
-    if channel.family == socket.AF_UNIX:
-        credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        return _CREDENTIALS.unpack(credentials)[1]
-    with contextlib.suppress(OSError):  # the connection may have ended already
-        channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return address[0] if isinstance(address, tuple) else address
 
 
 def listening_on(address: str, field: str, *, shared: bool = False) -> socket.socket:

@@ -184,8 +184,9 @@ class Dispatcher:
             "request",
             limits.max_kept_session_request_bytes,
             limits.max_kept_request_bytes,
-            sessions.user_of,
+            sessions.tenant_of,
             small=SMALL_BYTES,
+            shares=sessions.tenants.shares,
         )
         self._counters = counters
         self._refusals = Refusals()

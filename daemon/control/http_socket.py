@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import struct
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Final, Literal, NamedTuple
@@ -16,6 +15,7 @@ from typing import Final, Literal, NamedTuple
 import structlog
 
 from kvferry.daemon.process.access import may_see_all
+from kvferry.daemon.process.tenants import CREDENTIALS
 
 MOST_CONNECTIONS: Final = 4
 """Their descriptors are of the daemon's reserve."""
@@ -28,8 +28,6 @@ ACCEPT_PAUSE_S: Final = 0.5
 TEXT: Final = "text/plain; charset=utf-8"
 _END_OF_HEAD: Final = b"\r\n\r\n"
 _WORDS_OF_A_REQUEST: Final = 3
-_CREDENTIALS: Final = struct.Struct("3i")
-"""``struct ucred``: pid, uid, gid."""
 
 log = structlog.get_logger(__name__)
 
@@ -138,8 +136,8 @@ class HttpSocket:
 def _asker(channel: socket.socket) -> Asker:
     if channel.family != socket.AF_UNIX:
         return "operator"  # who may reach the port is the operator's choice
-    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return "operator" if may_see_all(_CREDENTIALS.unpack(credentials)[1]) else "user"
+    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    return "operator" if may_see_all(CREDENTIALS.unpack(credentials)[1]) else "user"
 
 
 async def _say(channel: socket.socket, answer: HttpAnswer) -> None:

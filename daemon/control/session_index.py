@@ -30,7 +30,7 @@ from kvferry.pools.records import (
     read_record,
     write_record,
 )
-from kvferry.protocol.ids import PLAIN_TEXT
+from kvferry.protocol.ids import PLAIN_TEXT, TenantNumber
 
 SESSIONS: Final = 1152
 """Places for sessions' records: more than a daemon serves sessions, as a record is replaced by one in another place."""
@@ -54,7 +54,7 @@ def index_bytes(sessions: int) -> int:
 INDEX_BYTES: Final = index_bytes(SESSIONS)
 
 
-class SessionRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SessionRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A session. ``started`` is its process's start time in the kernel's ticks, 0 if unknown, as its ``pid`` may be.
 
     ``turn`` counts how often it was resumed: of two records of one session, the later one holds.
@@ -70,6 +70,8 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     instance: Annotated[str, Meta(pattern=PLAIN_TEXT, max_length=128)]
     secret: Annotated[bytes, Meta(min_length=16, max_length=32)]
     turn: Annotated[int, Meta(ge=0)]
+    tenant: TenantNumber | None = None
+    """None: its user."""
 
     def __repr__(self) -> str:
         """Show number, name and process; never the secret."""

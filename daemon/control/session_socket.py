@@ -13,7 +13,6 @@ import contextlib
 import errno
 import os
 import socket
-import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,9 +26,11 @@ from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
 from kvferry.daemon.process.access import Listener
 from kvferry.daemon.process.descriptors import PER_SESSION, Descriptors
 from kvferry.daemon.process.host import started_at
+from kvferry.daemon.process.tenants import CREDENTIALS
 from kvferry.daemon.quota import Quota
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import HostRegion
+from kvferry.protocol.config.tenants import whose
 from kvferry.protocol.errors import (
     RETRY_LATER_MS,
     AccessDeniedError,
@@ -73,7 +74,6 @@ MAX_SHARES_SAID: Final = 16_384
 SHARE_COPIES: Final = 4
 """So many times as much as on the wire a share takes in memory."""
 _SO_PEERPIDFD: Final = 77
-_CREDENTIALS: Final = struct.Struct("3i")
 
 MAX_BYTES_SAID_AHEAD: Final = 8 << 20
 """More than a socket's buffer holds, so that everything sent before a message is read."""
@@ -165,8 +165,8 @@ class Attachments:
 
 def peer_of(channel: socket.socket) -> Peer:
     """Return who connected (SO_PEERCRED)."""
-    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return Peer(*_CREDENTIALS.unpack(credentials))
+    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    return Peer(*CREDENTIALS.unpack(credentials))
 
 
 def pidfd_of(channel: socket.socket, peer: Peer) -> int:
@@ -303,12 +303,12 @@ class SessionSocket:
         """Return the descriptor that an engine sent for a message, or None; the caller owns it.
 
         Raises:
-            OutOfDescriptorsError: it was not kept, as its user has too many.
+            OutOfDescriptorsError: it was not kept, as its tenant has too many.
         """
         found = self._attachments(session)
         fd = found.take_memory(message_id) if found is not None else None
         if fd == NOT_KEPT:
-            raise OutOfDescriptorsError(f"a descriptor of user {session.tenant} more (your bound) was not kept")
+            raise OutOfDescriptorsError(f"a descriptor of {whose(session.tenant)} more (your bound) was not kept")
         if found is not None:
             self.descriptors.keep(found, found.kept)
         return fd
@@ -318,18 +318,18 @@ class SessionSocket:
         return connection.read_all() if connection is not None else None
 
     def came(self, connection: _Connection) -> None:
-        """Record a connection without a session; the oldest such one of the user who has most makes room for it.
+        """Record a connection without a session; the oldest such one of the tenant who has most makes room for it.
 
         What that one has said by now counts: in a flood it may not have been read yet.
         """
         while len(self._unopened) >= self.descriptors.unopened:
             counts = Counter(self._unopened.values())
             most = max(counts.values())
-            oldest = next(one for one, user in self._unopened.items() if counts[user] == most)
+            oldest = next(one for one, tenant in self._unopened.items() if counts[tenant] == most)
             oldest.read_all()
             if oldest in self._unopened:
                 oldest.refuse(OverloadedError("too many clients connect and open no session"))
-        self._unopened[connection] = connection.user
+        self._unopened[connection] = connection.tenant
 
     def refused(self, why: str) -> None:
         """Count a connection that has opened no session; of many in a short time only the first is logged."""
@@ -360,7 +360,7 @@ class SessionSocket:
             NoSessionError: no session of that user has this secret, or it has not lost its socket.
         """
         session = self.sessions.by_secret(opening.resume)
-        if session is None or session.tenant != peer.uid:
+        if session is None or session.peer.uid != peer.uid:
             raise NoSessionError("no session of this user has this secret: it has ended", field="resume")
         kept = self._kept.pop(session.session_id, None)
         if kept is None:
@@ -453,7 +453,7 @@ class _Connection:
     def __init__(self, owner: SessionSocket, channel: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
         self._owner = owner
         self._channel = channel
-        self.user = peer_of(channel).uid
+        self.tenant = owner.sessions.tenants.of(channel)
         self._loop = loop
         self._frames = FrameSplitter()
         self._session: Session | None = None
@@ -608,9 +608,9 @@ class _Connection:
         if opening.resume:
             session = self._owner.resume(self, opening, peer)
         else:
-            session = self._owner.sessions.open(opening.name, peer, opening.instance)
+            session = self._owner.sessions.open(opening.name, peer, opening.instance, self.tenant)
             try:
-                self._owner.descriptors.take(session, peer.uid, "sessions", PER_SESSION)
+                self._owner.descriptors.take(session, self.tenant, "sessions", PER_SESSION)
             except OutOfDescriptorsError as error:
                 self._owner.sessions.close(session)
                 raise OverloadedError(error.detail, remedy=error.remedy).after(RETRY_LATER_MS) from None

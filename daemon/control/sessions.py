@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 from kvferry.daemon.control.session_index import SessionRecord
-from kvferry.daemon.process.shares import share
+from kvferry.daemon.process.shares import Shares
+from kvferry.daemon.process.tenants import Tenants
 from kvferry.daemon.quota import Quota
 from kvferry.protocol.codec import Frames, PageIds
+from kvferry.protocol.config.tenants import whose
 from kvferry.protocol.errors import RETRY_LATER_MS, InvalidFieldError, OverloadedError, ReplyGoneError
 from kvferry.protocol.events import SingleEvent
 from kvferry.protocol.ids import new_secret
@@ -47,6 +49,7 @@ class Session:
     """One engine process's session. Its transfers, operations and events belong to it, and end with it.
 
     Attributes:
+        tenant: whose pools it may use; it stays so if the configuration changes.
         owner_id: the number of its instance, which owns its pages, leases and snapshots.
         instance: that instance's name; empty where the session is an instance of its own.
         keep: whether it is kept for a while after its socket is lost.
@@ -64,12 +67,14 @@ class Session:
         peer: Peer,
         limits: Limits,
         *,
+        tenant: int | None = None,
         owner_id: int | None = None,
         instance: str = "",
         secret: bytes = b"",
         replies: Quota | None = None,
     ) -> None:
         self.session_id = session_id
+        self.tenant = peer.uid if tenant is None else tenant
         self.owner_id = session_id if owner_id is None else owner_id
         self.instance = instance
         self.keep = False
@@ -94,11 +99,6 @@ class Session:
     def __repr__(self) -> str:
         """Show number, name and process; never the secret."""
         return f"<Session {self.session_id} {self.name!r} pid={self.peer.pid} uid={self.peer.uid}>"
-
-    @property
-    def tenant(self) -> int:
-        """Return the tenant whose pools it may use: its process's uid."""
-        return self.peer.uid
 
     @property
     def reply_bytes(self) -> int:
@@ -224,16 +224,20 @@ class SessionRegistry:
     """The live sessions, by number and by secret, and the instances that they make up.
 
     An instance has the number of its first session, so that owner numbers are unique.
+
+    Attributes:
+        tenants: whose sessions they are.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, tenants: Tenants | None = None) -> None:
+        self.tenants = tenants or Tenants()
         self._limits = limits
         self._last_id = 0
         self._by_id: dict[int, Session] = {}
         self._by_secret: dict[bytes, Session] = {}
         self._by_owner: dict[int, list[Session]] = {}
         self._owners: dict[tuple[int, str], int] = {}
-        self._replies = _large_replies(limits, self.user_of)
+        self._replies = _large_replies(limits, self.tenant_of, self.tenants.shares)
 
     def __len__(self) -> int:
         """Return how many sessions live."""
@@ -243,25 +247,27 @@ class SessionRegistry:
         """Yield the live sessions, oldest first."""
         return iter(self._by_id.values())
 
-    def open(self, name: str, peer: Peer, instance: str = "") -> Session:
-        """Return a new session, in the user's live instance of this name if there is one.
+    def open(self, name: str, peer: Peer, instance: str = "", tenant: int | None = None) -> Session:
+        """Return a new session, in the tenant's live instance of this name if there is one; by default its user's.
 
         Raises:
-            OverloadedError: ``max_sessions`` sessions are live, or the user has its share of them.
+            OverloadedError: ``max_sessions`` sessions are live, or the tenant has its share of them.
         """
-        live, its = len(self._by_id), sum([one.tenant == peer.uid for one in self])
-        if its >= share(peer.uid, self._limits.max_sessions, live - its):
+        tenant = peer.uid if tenant is None else tenant
+        live, most = self.by_tenant(), self._limits.max_sessions
+        if live[tenant] >= self.tenants.shares.most(tenant, most, live):
             raise OverloadedError(
-                f"{live} sessions live, {its} of them of user {peer.uid}, of at most {self._limits.max_sessions} of all"
+                f"{live.total()} sessions live, {live[tenant]} of them of {whose(tenant)}, of at most {most} of all"
             ).after(RETRY_LATER_MS)
         self._last_id += 1
         session_id = self._last_id
-        owner_id = self._owners.get((peer.uid, instance), session_id) if instance else session_id
+        owner_id = self._owners.get((tenant, instance), session_id) if instance else session_id
         session = Session(
             session_id,
             name,
             peer,
             self._limits,
+            tenant=tenant,
             owner_id=owner_id,
             instance=instance,
             replies=self._replies,
@@ -278,7 +284,8 @@ class SessionRegistry:
         Raises:
             InvalidFieldError: it cannot be beside those that live: its number, secret or instance is another's.
         """
-        key = (record.uid, record.instance)
+        tenant = record.uid if record.tenant is None else record.tenant
+        key = (tenant, record.instance)
         its = self._by_owner.get(record.owner, ())
         if record.session in self._by_id or record.secret in self._by_secret:
             raise InvalidFieldError("its number or its secret is another session's", field="session")
@@ -294,6 +301,7 @@ class SessionRegistry:
             record.name,
             peer,
             self._limits,
+            tenant=tenant,
             owner_id=record.owner,
             instance=record.instance,
             secret=record.secret,
@@ -328,10 +336,14 @@ class SessionRegistry:
         """Return the bytes of the large replies that are kept."""
         return self._replies.total
 
+    def replies_by_tenant(self) -> Counter[int]:
+        """Return the same for each tenant."""
+        return self._replies.by_tenant()
+
     def bound_replies(self) -> None:
         """Drop large replies until those of all are within their bound.
 
-        Those of the user who keeps most of them go, of the session with most.
+        Those of the tenant who keeps most of them go, of the session with most.
         """
         while self._replies.total > self._replies.most:
             self._by_id[self._replies.worst()].drop_oldest_reply()
@@ -340,8 +352,12 @@ class SessionRegistry:
         """Return the identities to which live sessions are answered."""
         return {one.identity for one in self if one.identity is not None}
 
-    def user_of(self, session_id: int) -> int:
-        """Return the user of a live session; -1 where it has ended."""
+    def by_tenant(self) -> Counter[int]:
+        """Return how many sessions each tenant has."""
+        return Counter(one.tenant for one in self)
+
+    def tenant_of(self, session_id: int) -> int:
+        """Return the tenant of a live session; -1 where it has ended."""
         session = self._by_id.get(session_id)
         return -1 if session is None else session.tenant
 
@@ -359,6 +375,9 @@ class SessionRegistry:
         return session if session and hmac.compare_digest(session.secret, secret) else None
 
 
-def _large_replies(limits: Limits, user_of: Callable[[int], int] = lambda _session_id: 0) -> Quota:
+def _large_replies(
+    limits: Limits, tenant_of: Callable[[int], int] = lambda _session_id: 0, shares: Shares | None = None
+) -> Quota:
     """Return what counts the large replies that sessions keep, by message."""
-    return Quota("reply", limits.max_kept_session_reply_bytes, limits.max_kept_reply_bytes, user_of)
+    most = limits.max_kept_reply_bytes
+    return Quota("reply", limits.max_kept_session_reply_bytes, most, tenant_of, shares=shares)

@@ -18,6 +18,7 @@ from typing import Final, NamedTuple, Self
 
 from kvferry.daemon.process.inherited import Inherited
 from kvferry.pools.tiers.own_folder import OwnFolder
+from kvferry.protocol.config.tenants import whose
 from kvferry.protocol.errors import AccessDeniedError, ConfigError
 from kvferry.protocol.settings import CONTROL_SOCKET, METRICS_SOCKET, PEER_SOCKET, SESSION_SOCKET
 
@@ -57,9 +58,20 @@ LOCK: Final = "lock"
 """What one daemon hands over to the next: sockets that it has bound itself, and the lock."""
 
 
-def may_see_all(user: int | None) -> bool:
-    """Return whether a user is shown what is others'; None: unknown, as of a connection over the network."""
-    return user in {0, os.geteuid()}
+def may_see_all(tenant: int | None) -> bool:
+    """Return whether a tenant is shown what is others'; None: unknown, as of a connection over the network."""
+    return tenant in {0, os.geteuid()}
+
+
+def check_operator(tenant: int | None, why: str) -> None:
+    """Check that an operator asks for what operators alone may have; ``why`` says why.
+
+    Raises:
+        AccessDeniedError: another user does.
+    """
+    if not may_see_all(tenant):
+        who = "who asks" if tenant is None else whose(tenant)
+        raise AccessDeniedError(f"{why}: {who} is neither root nor the daemon's own user {os.geteuid()}")
 
 
 def folder_of_others(path: Path) -> Path | None:

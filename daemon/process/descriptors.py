@@ -1,4 +1,4 @@
-"""The descriptors that this process may open: how many each user has, and a reserve.
+"""The descriptors that this process may open: how many each tenant has, and a reserve.
 
 Without a free descriptor some libraries end the process. So descriptors that engines and unauthenticated clients make
 the daemon open are counted here before they are kept. Of the limit, apart from those open at the start:
@@ -6,9 +6,9 @@ the daemon open are counted here before they are kept. Of the limit, apart from 
 - a *reserve* is for the daemon itself: files of the disk tier, memory in transit, libraries.
 - four *shares* are for what has no session: connections to the control socket, connections of other daemons, those to
   the session socket that have not opened one, and links to other daemons. New ones replace the oldest.
-- the *room* is for sessions, pools, rings and tables. One user may have three quarters of it, and its share of what the
-  others leave; and half of it for pools, so that pools do not keep sessions out. What does not fit is refused; root and
-  the daemon's own user may open a few sessions more.
+- the *room* is for sessions, pools, rings and tables. One tenant may have three quarters of it, and its share of what
+  the others leave; and half of it for pools, so that pools do not keep sessions out; in any case what is kept for it.
+  What does not fit is refused; root and the daemon's own user may open a few sessions more.
 
 Counts are of what is promised: a session has its control connection from its first moment on.
 """
@@ -18,13 +18,15 @@ from __future__ import annotations
 import os
 import resource
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Final, Literal
 
 import structlog
 
 from kvferry.daemon.process.access import may_see_all
-from kvferry.daemon.process.shares import share
+from kvferry.daemon.process.shares import Shares
+from kvferry.protocol.config.tenants import whose
 from kvferry.protocol.errors import ConfigError, OutOfDescriptorsError
 from kvferry.protocol.session_messages import DescriptorsStatus
 
@@ -67,8 +69,8 @@ def count_open() -> int:
 class _Held:
     """What a holder has; it counts until the holder is closed, given back, or gone."""
 
-    def __init__(self, user: int, kind: Kind, count: int) -> None:
-        self.user = user
+    def __init__(self, tenant: int, kind: Kind, count: int) -> None:
+        self.tenant = tenant
         self.kind = kind
         self.count = count
 
@@ -85,7 +87,7 @@ class Descriptors:
         room: for sessions, pools, rings and tables.
     """
 
-    def __init__(self, limit: int = MOST, count: Callable[[], int] = count_open) -> None:
+    def __init__(self, limit: int = MOST, count: Callable[[], int] = count_open, shares: Shares | None = None) -> None:
         """``count`` returns how many are open.
 
         Raises:
@@ -97,13 +99,14 @@ class Descriptors:
                 remedy="raise LimitNOFILE= in the unit, or ulimit -n",
             )
         self.limit = limit
+        self._shares = shares or Shares()
         self.unauthenticated = self.peers = min(max(limit // 16, 8), 1024)
         self.unopened = min(max(limit // 32, 4), 64)
         self._reserve = min(max(limit // 8, 32), 1024)
         self._count = count
         self.links = min(max(limit // 8 // PER_LINK, 4), 1024)
-        shares = self.unauthenticated + self.peers + self.unopened + self.links * PER_LINK
-        self.room = limit - self._reserve - shares
+        without_session = self.unauthenticated + self.peers + self.unopened + self.links * PER_LINK
+        self.room = limit - self._reserve - without_session
         self._held: weakref.WeakKeyDictionary[object, _Held] = weakref.WeakKeyDictionary()
         self._is_short = False
 
@@ -123,28 +126,33 @@ class Descriptors:
         self.room -= self._count() - self.promised(kind="pools") - sessions // PER_SESSION
         log.info("descriptors", limit=self.limit, room=self.room, of_one_user=self.room * 3 // 4, reserve=self._reserve)
 
-    def promised(self, user: int | None = None, kind: Kind | None = None) -> int:
-        """Return how many are promised: to a user, for a kind, or in all."""
-        return sum(
-            held.count
-            for holder, held in self._held.items()
-            if getattr(holder, "fd", 0) >= 0 and user in {None, held.user} and kind in {None, held.kind}
-        )
+    def promised(self, tenant: int | None = None, kind: Kind | None = None) -> int:
+        """Return how many are promised: to a tenant, for a kind, or in all."""
+        used = self.by_tenant(kind)
+        return used.total() if tenant is None else used[tenant]
 
-    def take(self, holder: object, user: int, kind: Kind, count: int) -> None:
+    def by_tenant(self, kind: Kind | None = None) -> Counter[int]:
+        """Return how many are promised to each tenant, for a kind or in all."""
+        used: Counter[int] = Counter()
+        for holder, held in self._held.items():
+            if getattr(holder, "fd", 0) >= 0 and kind in {None, held.kind}:
+                used[held.tenant] += held.count
+        return used
+
+    def take(self, holder: object, tenant: int, kind: Kind, count: int) -> None:
         """Promise ``count`` descriptors to a holder: a closed region of host memory gives them back by itself.
 
         Raises:
-            OutOfDescriptorsError: the user, or all users together, would have too many; says whose bound it is.
+            OutOfDescriptorsError: the tenant, or all together, would have too many; says whose bound it is.
         """
-        self._check(user, kind, count)
-        self.promise(holder, user, kind, count)
+        self._check(tenant, kind, count)
+        self.promise(holder, tenant, kind, count)
 
-    def promise(self, holder: object, user: int, kind: Kind, count: int) -> None:
+    def promise(self, holder: object, tenant: int, kind: Kind, count: int) -> None:
         """Promise ``count`` descriptors to a holder, whatever is promised already: it was adopted."""
         held = self._held.get(holder)
         if held is None:
-            self._held[holder] = _Held(user, kind, count)
+            self._held[holder] = _Held(tenant, kind, count)
         else:
             held.count += count
 
@@ -158,18 +166,20 @@ class Descriptors:
         """Take back what a holder was promised. Twice does nothing."""
         self._held.pop(holder, None)
 
-    def _check(self, user: int, kind: Kind, count: int) -> None:
-        its, whole = self.promised(user), self.promised()
+    def _check(self, tenant: int, kind: Kind, count: int) -> None:
+        used, its_own = self.by_tenant(), self._shares.kept_for(tenant, self.room)
+        most = min(max(self.room * 3 // 4, its_own), self._shares.most(tenant, self.room, used))
         bounds = [
-            (its, min(self.room * 3 // 4, share(user, self.room, whole - its)), f"user {user} (your bound)"),
-            (whole, self.room, "all users together (everybody's bound)"),
+            (used[tenant], most, f"{whose(tenant)} (your bound)"),
+            (used.total(), self.room, "all together (everybody's bound)"),
         ]
         if kind == "pools":
-            bounds.insert(0, (self.promised(user, kind), self.room // 2, f"pools of user {user} (your bound)"))
-        of_operators = OPERATORS * PER_SESSION if kind == "sessions" and may_see_all(user) else 0
-        for promised, bound, whose in bounds:
+            its = self.promised(tenant, kind), max(self.room // 2, its_own)
+            bounds.insert(0, (*its, f"pools of {whose(tenant)} (your bound)"))
+        of_operators = OPERATORS * PER_SESSION if kind == "sessions" and may_see_all(tenant) else 0
+        for promised, bound, who in bounds:
             if promised + count > bound + of_operators:
-                self._refuse(f"{whose} would have {promised + count} of at most {bound} descriptors")
+                self._refuse(f"{who} would have {promised + count} of at most {bound} descriptors")
         if 2 * bounds[-1][0] > self.room and self._count() + count > self.limit - self._reserve // 2:
             self._refuse(f"{self._count()} of {self.limit} descriptors are open")
         self._is_short = False

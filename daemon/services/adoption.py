@@ -538,6 +538,7 @@ def _record_of(session: Session, started: int) -> SessionRecord:
         instance=session.instance,
         secret=session.secret,
         turn=session.turn,
+        tenant=session.tenant if session.tenant != session.peer.uid else None,
     )
 
 

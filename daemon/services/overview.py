@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
 from kvferry.daemon.control.control_socket import ControlSocket
@@ -26,7 +26,7 @@ from kvferry.daemon.services.transfer_effects import TransferEffects
 from kvferry.daemon.services.transfers import TransferService
 from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.protocol import VERSION
-from kvferry.protocol.session_messages import ConfiguredValue, SessionStatus, Status, StatusReport
+from kvferry.protocol.session_messages import ConfiguredValue, SessionStatus, Status, StatusReport, TenantStatus
 
 REPORT_KEPT: Final = 10.0
 """Unauthenticated clients are given a STATUS again for as many times its processor time: a tenth of the work."""
@@ -72,15 +72,15 @@ class Overview:
     def _status(self, call: OpenCall) -> StatusReport:
         asked = call.body
         assert isinstance(asked, Status), asked
-        user = self._control.user_of(call.identity)
+        tenant = self._control.tenant_of(call.identity)
         if self._control.is_of_session(call.identity):
-            return seen_by(self._report(asked), user)
+            return seen_by(self._report(asked), tenant)
         now_s, worked_s = time.monotonic(), time.thread_time()
         report, until_s = self._last_reports.get(asked, (None, 0.0))
         if report is None or now_s >= until_s:
             report = self._report(asked)
             self._last_reports[asked] = report, now_s + REPORT_KEPT * (time.thread_time() - worked_s)
-        return seen_by(report, user)
+        return seen_by(report, tenant)
 
     def _report(self, asked: Status) -> StatusReport:
         of = self._parts
@@ -106,7 +106,29 @@ class Overview:
             descriptors=of.descriptors.status(listening=of.readiness.listens),
             recent=tuple(of.effects.recorder.ended()) if asked.recent else (),
             configuration=dict(of.configuration) if asked.configuration else {},
+            tenants=tuple(self._tenants()),
         )
+
+    def _tenants(self) -> Iterator[TenantStatus]:
+        of, tenants = self._parts, self._parts.sessions.tenants
+        kept = self._dispatcher.kept.by_tenant() + of.sessions.replies_by_tenant()
+        sessions, descriptors, pools = of.sessions.by_tenant(), of.descriptors.by_tenant(), of.pools.host_bytes()
+        in_tiers = of.tiers.by_tenant()
+        for one in sorted({*tenants.names, *kept, *sessions, *descriptors, *pools, *in_tiers}):
+            tier_bytes, disk_bytes = in_tiers.get(one, (0, 0))
+            found = TenantStatus(
+                tenant=one,
+                name=tenants.names.get(one, ""),
+                share=tenants.shares.parts.get(one, 0.0),
+                sessions=sessions[one],
+                descriptors=descriptors[one],
+                kept_bytes=kept[one],
+                pool_bytes=pools[one],
+                tier_bytes=tier_bytes,
+                disk_bytes=disk_bytes,
+            )
+            if found != TenantStatus(tenant=one):  # who has been here once has nothing
+                yield found
 
     def _session(self, one: Session, pages: int) -> SessionStatus:
         return SessionStatus(

@@ -20,7 +20,6 @@ from kvferry.daemon.control.sessions import Session
 from kvferry.daemon.process.descriptors import PER_POOL, PER_REGION, Descriptors
 from kvferry.daemon.process.devices import Devices
 from kvferry.daemon.process.memory import HostMemory
-from kvferry.daemon.process.shares import share
 from kvferry.daemon.process.threads import on_thread, started_threads
 from kvferry.daemon.services.adoption import Adoption
 from kvferry.daemon.services.event_rings import EventRings
@@ -49,6 +48,7 @@ from kvferry.pools.layouts import manifest_of
 from kvferry.pools.planning.manifest import total_bytes
 from kvferry.pools.pool import Pool
 from kvferry.pools.pool_file import KeptRecord, PoolRecord, manifest_digest
+from kvferry.protocol.config.tenants import whose
 from kvferry.protocol.errors import (
     RETRY_AT_ONCE_MS,
     InternalError,
@@ -604,17 +604,22 @@ class PoolService:
         """Return a text saying who holds pages of a pool; empty where nobody does."""
         return holders_text(self._dispatcher.sessions, pool.allocators.values(), call.session.owner_id)
 
-    def _check_budget(self, manifest: Manifest, user: int) -> None:
+    def host_bytes(self) -> Counter[int]:
+        """Return the host memory of the pools of each tenant, in bytes."""
         made = [(pool.tenant, pool.manifest) for pool in (*self._pools, *self._leaving) if pool.region.device == HOST]
         coming = [(key[0], one.traits.manifest) for key, one in self._creations.items() if one.traits.device == HOST]
         used: Counter[int] = Counter()
         for tenant, its in (*made, *coming):
             used[tenant] += total_bytes(its)
-        wanted, most = total_bytes(manifest), share(user, self._max_bytes, used.total() - used[user])
-        if used[user] + wanted > most:
+        return used
+
+    def _check_budget(self, manifest: Manifest, tenant: int) -> None:
+        wanted, used = total_bytes(manifest), self.host_bytes()
+        most = self._dispatcher.sessions.tenants.shares.most(tenant, self._max_bytes, used)
+        if used[tenant] + wanted > most:
             raise OutOfMemoryError(
                 f"the pool needs {wanted} bytes; {used.total()} of {self._max_bytes} are taken (pools.max_bytes), and "
-                f"user {user} may have {most} in all",
+                f"{whose(tenant)} may have {most} in all",
                 field="spec",
             )
 

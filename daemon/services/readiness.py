@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 
@@ -10,11 +9,10 @@ import structlog
 
 from kvferry.daemon.control.dispatch import Dispatcher, OpenCall
 from kvferry.daemon.control.http_socket import Asker, HttpAnswer, plain
-from kvferry.daemon.process.access import may_see_all
+from kvferry.daemon.process.access import check_operator
 from kvferry.daemon.services.metric_catalogue import DRAINING, INFO, LISTENING, Sample
 from kvferry.daemon.services.transfers import TransferService
 from kvferry.protocol import VERSION
-from kvferry.protocol.errors import AccessDeniedError
 from kvferry.protocol.session_messages import Drain, Drained, Pong
 
 log = structlog.get_logger(__name__)
@@ -32,16 +30,16 @@ class Readiness:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        user_of: Callable[[bytes], int | None],
+        tenant_of: Callable[[bytes], int | None],
         transfers: TransferService,
         ends: Callable[[], bool],
         listens: Callable[[], bool],
     ) -> None:
         """Ask ``ends`` whether the daemon ends or hands over, and ``listens`` whether it accepts connections.
 
-        ``user_of`` returns the user who made a connection.
+        ``tenant_of`` returns the tenant who made a connection.
         """
-        self._user_of = user_of
+        self._tenant_of = tenant_of
         self._transfers = transfers
         self._ends = ends
         self._listens = listens
@@ -97,14 +95,11 @@ class Readiness:
         return next((text for is_so, text in reasons if is_so), None)
 
     def _drain(self, call: OpenCall) -> Drained:
-        body, user = call.body, self._user_of(call.identity)
+        body, tenant = call.body, self._tenant_of(call.identity)
         assert isinstance(body, Drain), body
-        if not may_see_all(user):
-            raise AccessDeniedError(
-                f"DRAIN refuses others' transfers: user {user} is neither root nor the daemon's own user {os.geteuid()}"
-            )
+        check_operator(tenant, "DRAIN refuses others' transfers")
         live = len(self._transfers.status())
         if self._transfers.drained != body.drain:
-            log.warning("drained" if body.drain else "undrained", user=user, transfers=live)
+            log.warning("drained" if body.drain else "undrained", tenant=tenant, transfers=live)
         self._transfers.drained = body.drain
         return Drained(transfers=live)

@@ -1,4 +1,4 @@
-"""What of STATUS a user is shown: what is his own, and totals of what is others'. Pure; knows no socket.
+"""What of STATUS a tenant is shown: what is its own, and totals of what is others'. Pure; knows no socket.
 
 Root and the daemon's own user are shown everything: they could read it from the daemon's memory. Devices, tiers, other
 daemons, descriptors and counters are the daemon's, without anybody's names, and are shown to all.
@@ -12,16 +12,16 @@ from kvferry.daemon.process.access import may_see_all
 from kvferry.protocol.session_messages import OthersStatus, StatusReport
 
 
-def seen_by(report: StatusReport, user: int | None) -> StatusReport:
-    """Return a report with what is others' as totals, unless the user may see all."""
-    if may_see_all(user):
+def seen_by(report: StatusReport, tenant: int | None) -> StatusReport:
+    """Return a report with what is others' as totals, unless the tenant may see all."""
+    if may_see_all(tenant):
         return report
-    sessions = tuple(one for one in report.sessions if one.tenant == user)
+    sessions = tuple(one for one in report.sessions if one.tenant == tenant)
     numbers = {one.session for one in sessions}
-    pools = tuple(one for one in report.pools if one.tenant == user)
-    transfers = tuple(one for one in report.transfers if one.tenant == user)
-    others = [one for one in report.pools if one.tenant != user]
-    of_others = [one for one in report.sessions if one.tenant != user]
+    pools = tuple(one for one in report.pools if one.tenant == tenant)
+    transfers = tuple(one for one in report.transfers if one.tenant == tenant)
+    others = [one for one in report.pools if one.tenant != tenant]
+    of_others = [one for one in report.sessions if one.tenant != tenant]
     operations = tuple(one for one in report.operations if one.session in numbers)
     tables = tuple(one for one in report.tables if one.session in numbers)
     return msgspec.structs.replace(
@@ -31,8 +31,9 @@ def seen_by(report: StatusReport, user: int | None) -> StatusReport:
         transfers=transfers,
         operations=operations,
         tables=tables,
-        recent=tuple(one for one in report.recent if one.tenant == user),
+        recent=tuple(one for one in report.recent if one.tenant == tenant),
         configuration={},
+        tenants=tuple(one for one in report.tenants if one.tenant == tenant),
         others=OthersStatus(
             users=len({one.tenant for one in others} | {one.tenant for one in of_others}),
             pools=len(others),

@@ -108,7 +108,9 @@ class Tiers:
         self._kept = kept
         self._resting: asyncio.Task[None] | None = None
         self._sessions = sessions
-        self._host = HostTier(config.tiers, counters, memory, call_soon=loop.call_soon, kept=kept)
+        self._host = HostTier(
+            config.tiers, counters, memory, call_soon=loop.call_soon, kept=kept, tenants=sessions.tenants
+        )
         threads = min(MOST_COPY_THREADS, len(os.sched_getaffinity(0)))
         copy_threads = copy_kernel.new_copy_threads(threads, background())
         self._copier = TierCopier(loop, scheduler, threads=threads, copy_threads=copy_threads)
@@ -192,6 +194,12 @@ class Tiers:
     def status(self) -> list[TierStatus]:
         """Return the tiers as STATUS shows them."""
         return [self._host.status(len(self.offloads.snapshots)), *self.lower.status()]
+
+    def by_tenant(self) -> dict[int, tuple[int, int]]:
+        """Return the bytes of each tenant in the host tier and on disk."""
+        on_disk = self.lower.on_disk()
+        in_host = {tenant: account.taken_bytes for tenant, account in self._host.index.accounts.items()}
+        return {tenant: (in_host.get(tenant, 0), on_disk.get(tenant, 0)) for tenant in {*in_host, *on_disk}}
 
     async def close(self) -> None:
         """End all operations and threads; no byte moves afterwards."""

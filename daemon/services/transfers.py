@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any, Literal
@@ -11,7 +12,6 @@ from kvferry.daemon.control.dispatch import Answer, Call, Dispatcher, expect
 from kvferry.daemon.control.kept_bytes import REQUEST_BYTES, TRANSFER
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Session
-from kvferry.daemon.process.shares import share
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.peer_transfers import PeerMessenger
 from kvferry.daemon.services.pool_registry import PoolRegistry
@@ -21,6 +21,7 @@ from kvferry.daemon.transfer.endpoints import Clocked, EndpointKey, Half, Receiv
 from kvferry.daemon.transfer.state_machine import RequestContext, TransferStateMachine
 from kvferry.daemon.transfer.transitions import State
 from kvferry.pools.planning.page_ranges import PageRange, page_ranges
+from kvferry.protocol.config.tenants import whose
 from kvferry.protocol.errors import (
     CancelledError,
     DrainedError,
@@ -305,18 +306,20 @@ class TransferService:
         if len(session.unacknowledged) >= 2 * most:  # reused request ids keep the count of results low
             raise OverloadedError(f"{len(session.unacknowledged)} events of the session are unacknowledged")
         most = self._limits.max_transfers
-        if 2 * self._state_machine.results.total >= most:
+        if self._dispatcher.sessions.tenants.shares.parts or 2 * self._state_machine.results.total >= most:
             live = {one: self.live(one.session_id) for one in self._dispatcher.sessions}
             self._check_share(session.tenant, most, live, "transfers of all sessions are live or unacknowledged")
         if len(session.unacknowledged) > FEW_EVENTS:
             events = {one: len(one.unacknowledged) for one in self._dispatcher.sessions}
             self._check_share(session.tenant, 2 * most, events, "events of all sessions are unacknowledged")
 
-    def _check_share(self, user: int, most: int, counts: dict[Session, int], what: str) -> None:
-        total = sum(counts.values())
-        its = sum(count for one, count in counts.items() if one.tenant == user)
-        if its >= share(user, most, total - its):
-            raise OverloadedError(f"{total} {what}, {its} of them of user {user}, of at most {most}")
+    def _check_share(self, tenant: int, most: int, counts: dict[Session, int], what: str) -> None:
+        used: Counter[int] = Counter()
+        for session, count in counts.items():
+            used[session.tenant] += count
+        its = used[tenant]
+        if its >= self._dispatcher.sessions.tenants.shares.most(tenant, most, used):
+            raise OverloadedError(f"{used.total()} {what}, {its} of them of {whose(tenant)}, of at most {most}")
 
     def _acknowledged(self, session: Session, event: Settled) -> None:
         self._effects.recorder.told(session.session_id, event)

@@ -11,7 +11,7 @@ import structlog
 
 from kvferry.daemon.control.dispatch import Dispatcher, OpenCall
 from kvferry.daemon.control.session_index import INDEX_BYTES, SessionIndex
-from kvferry.daemon.process.access import may_see_all
+from kvferry.daemon.process.access import check_operator
 from kvferry.daemon.process.succession import Descriptors, Successor
 from kvferry.daemon.services.adoption import INDEX, Adoption, check_record
 from kvferry.daemon.tiers.kept_tier import check_format
@@ -23,7 +23,6 @@ from kvferry.protocol.config.schema import Config
 from kvferry.protocol.config.values import values_of
 from kvferry.protocol.errors import (
     RETRY_LATER_MS,
-    AccessDeniedError,
     InternalError,
     KvferryError,
     OverloadedError,
@@ -45,15 +44,15 @@ class UpgradeService:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        user_of: Callable[[bytes], int | None],
+        tenant_of: Callable[[bytes], int | None],
         adoption: Adoption,
         config: Config,
     ) -> None:
-        """``user_of`` returns the user who made a connection; the next daemon compares its ``config``."""
+        """``tenant_of`` returns the tenant who made a connection; the next daemon compares its ``config``."""
         self.successor: Successor | None = None
         self.ready = asyncio.Event()
         self._dispatcher = dispatcher
-        self._user_of = user_of
+        self._tenant_of = tenant_of
         self._adoption = adoption
         self._config = config
         self._background = Background("an UPGRADE")
@@ -70,11 +69,8 @@ class UpgradeService:
 
     def _upgrade(self, call: OpenCall) -> None:
         assert isinstance(call.body, Upgrade), call.body
-        user = self._user_of(call.identity)
-        if not may_see_all(user):
-            raise AccessDeniedError(
-                f"UPGRADE ends this daemon: user {user} is neither root nor the daemon's own user {os.geteuid()}"
-            )
+        tenant = self._tenant_of(call.identity)
+        check_operator(tenant, "UPGRADE ends this daemon")
         if not self._adoption.outlives:
             raise UpgradeRefusedError(
                 "nothing outlives this daemon",

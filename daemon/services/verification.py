@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,7 +18,7 @@ from typing import Final
 import structlog
 
 from kvferry.daemon.control.dispatch import Dispatcher, OpenCall
-from kvferry.daemon.process.access import may_see_all
+from kvferry.daemon.process.access import check_operator
 from kvferry.daemon.services.adoption import Adoption
 from kvferry.daemon.services.pool_registry import PoolRegistry
 from kvferry.daemon.services.pools import PoolService
@@ -30,9 +29,9 @@ from kvferry.daemon.transports.network_receiver import NetworkReceiver
 from kvferry.pools.allocator import HeldPages, PageAllocator
 from kvferry.pools.integrity import RESTART, Check, Problem, Walk
 from kvferry.pools.pool import Pool
+from kvferry.protocol.config.tenants import whose
 from kvferry.protocol.errors import (
     RETRY_LATER_MS,
-    AccessDeniedError,
     DeadlineError,
     InternalError,
     KvferryError,
@@ -69,7 +68,7 @@ class Verification:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        user_of: Callable[[bytes], int | None],
+        tenant_of: Callable[[bytes], int | None],
         registry: PoolRegistry,
         pools: PoolService,
         endpoints: Endpoints,
@@ -77,9 +76,9 @@ class Verification:
         receiver: NetworkReceiver | None,
         adoption: Adoption,
     ) -> None:
-        """``user_of`` returns the user who made a connection."""
+        """``tenant_of`` returns the tenant who made a connection."""
         self._dispatcher = dispatcher
-        self._user_of = user_of
+        self._tenant_of = tenant_of
         self._registry = registry
         self._pools = pools
         self._endpoints = endpoints
@@ -101,12 +100,8 @@ class Verification:
 
     def _verify(self, call: OpenCall) -> None:
         assert isinstance(call.body, Verify), call.body
-        user = self._user_of(call.identity)
-        if not may_see_all(user):
-            raise AccessDeniedError(
-                f"VERIFY names every user's pools and requests: user {user} is neither root nor the daemon's own user "
-                f"{os.geteuid()}"
-            )
+        tenant = self._tenant_of(call.identity)
+        check_operator(tenant, "VERIFY names everybody's pools and requests")
         if self._in_progress:
             raise OverloadedError("another VERIFY is in progress").after(RETRY_LATER_MS)
         self._in_progress = True
@@ -168,7 +163,7 @@ class Verification:
 
     def _checks_of(self, pool: Pool, *, owned: bool) -> Iterator[Check]:
         for space, allocator in pool.allocators.items():
-            where = f"pool {pool.name!r} of user {pool.tenant}, page space {space!r}"
+            where = f"pool {pool.name!r} of {whose(pool.tenant)}, page space {space!r}"
             walk = partial(self._page_problems, allocator, owned=owned)
             yield Check(where, walk, partial(getattr, allocator, "changes"), RESTART)
 

@@ -1,14 +1,17 @@
 """The disk tier: cached blocks are written in the background, and read once a lookup has pinned them.
 
-``DiskStore`` handles the files. This module decides what is written when and what is evicted when the disk quota is
-used up, and handles a full or failing disk: the node continues without it.
+``DiskStore`` handles the files. This module decides what is written when and what is evicted when the tier's
+bytes are used up, and handles a full or failing disk: the node continues without it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -26,6 +29,7 @@ from kvferry.pools.tiers.arena import Offsets, whole_units
 from kvferry.pools.tiers.block_file import DamagedBlockError, DiskError, DiskFullError, MissingBlockError, file_bytes
 from kvferry.pools.tiers.cached_block import BlockKey, BlockState, CachedBlock, Digests, Namespace, Tier, place_of
 from kvferry.pools.tiers.disk import DiskStore, FoundBlock
+from kvferry.pools.tiers.fairness import fairest
 from kvferry.pools.tiers.policies import Deferred, make_policy
 from kvferry.protocol.config.schema import DiskTierConfig
 from kvferry.protocol.session_messages import TierStatus
@@ -50,6 +54,17 @@ MAX_WRONG: Final = 64
 """Files that differ from what is known and are told, each by itself."""
 
 log = structlog.get_logger(__name__)
+
+
+class _Files:
+    """What a tenant has on disk."""
+
+    def __init__(self, policy: Deferred[CachedBlock]) -> None:
+        self.policy = policy
+        self.size_bytes = 0
+
+    def victims(self) -> Callable[[], CachedBlock | None]:
+        return functools.partial(next, self.policy.victims(), None)
 
 
 class DiskTier:
@@ -78,7 +93,10 @@ class DiskTier:
         self._counters = counters
         self._clock = clock
         self._store = DiskStore(Path(config.path), config.fsync)
-        self._policy: Deferred[CachedBlock] = Deferred(make_policy(policy), place_of, host.in_turns(self._catch_up))
+        fell_behind = host.in_turns(self._catch_up)
+        self._of_tenants: defaultdict[int, _Files] = defaultdict(
+            lambda: _Files(Deferred(make_policy(policy), place_of, fell_behind))
+        )
         self._sizes: dict[CachedBlock, int] = {}
         self._scanned = False
         self._scan_ended = asyncio.Event()
@@ -155,11 +173,22 @@ class DiskTier:
 
     def used(self, blocks: Sequence[CachedBlock]) -> None:
         """Record a use of each of these blocks that is here, in this order."""
-        self._policy.hit([block for block in blocks if block in self._sizes])
+        here = [block for block in blocks if block in self._sizes]
+        for tenant, its in itertools.groupby(here, lambda block: block.namespace.tenant):
+            self._of_tenants[tenant].policy.hit([*its])
 
     def _catch_up(self) -> bool:
-        self._policy.catch_up(USES_AT_ONCE)
-        return self._policy.behind > 0
+        for its in self._of_tenants.values():
+            its.policy.catch_up(USES_AT_ONCE)
+        return self._behind > 0
+
+    @property
+    def _behind(self) -> int:
+        return sum([its.policy.behind for its in self._of_tenants.values()])
+
+    def by_tenant(self) -> dict[int, int]:
+        """Return the bytes of each tenant's files."""
+        return {tenant: its.size_bytes for tenant, its in self._of_tenants.items()}
 
     async def read(self, block: CachedBlock, offsets: Offsets, page_bytes: int) -> Digests | None:
         """Read a block into the arena; return its digests, or None where it is missing or damaged."""
@@ -215,9 +244,10 @@ class DiskTier:
         if lost:
             yield Problem("a block has no file, and the index says that it has one", total=lost)
         used = sum(self._sizes.values())
-        if used != self._used_bytes or len(self._policy) != len(self._sizes):
+        counted = sum(len(its.policy) for its in self._of_tenants.values())
+        if {used, sum(self.by_tenant().values())} != {self._used_bytes} or counted != len(self._sizes):
             yield Problem(
-                f"{len(self._sizes)} files of {used} bytes are known, {len(self._policy)} of {self._used_bytes} counted"
+                f"{len(self._sizes)} files of {used} bytes are known, {counted} of {self._used_bytes} counted"
             )
 
     async def examine_files(self, *, deep: bool, until_s: float) -> tuple[int, list[Problem]]:
@@ -433,7 +463,7 @@ class DiskTier:
         if self._fits(size_bytes):
             return True
         turns_left = await self._caught_up(CATCH_UP_TURNS)
-        for block in self._policy.victims():
+        for block in fairest(self._of_tenants, self._host.shares.parts, lambda its: its.size_bytes, _Files.victims):
             if self._fits(size_bytes):
                 break
             if block.pins and not block.in_host:
@@ -453,9 +483,9 @@ class DiskTier:
 
     async def _caught_up(self, turns_left: int) -> int:
         """Tell the policy of what it does not know yet, in at most so many turns; return how many of them are left."""
-        while self._policy.behind > USES_AT_ONCE and turns_left:
+        while self._behind > USES_AT_ONCE and turns_left:
             turns_left -= 1
-            self._policy.catch_up(USES_AT_ONCE)
+            self._catch_up()
             await asyncio.sleep(0)
         return turns_left
 
@@ -469,14 +499,18 @@ class DiskTier:
         if block not in self._sizes:
             self._sizes[block] = size_bytes
             self._used_bytes += size_bytes
-            self._policy.add([block])
+            its = self._of_tenants[block.namespace.tenant]
+            its.size_bytes += size_bytes
+            its.policy.add([block])
 
     def _discard(self, block: CachedBlock) -> bool:
         size_bytes = self._sizes.pop(block, None)
         if size_bytes is None:
             return False
         self._used_bytes -= size_bytes
-        self._policy.remove(block)
+        its = self._of_tenants[block.namespace.tenant]
+        its.size_bytes -= size_bytes
+        its.policy.remove(block)
         return True
 
     def _forget(self, block: CachedBlock) -> None:

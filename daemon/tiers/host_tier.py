@@ -23,7 +23,7 @@ from kvferry.daemon.control.later import in_turns
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.process.access import may_see_all
 from kvferry.daemon.process.memory import HostMemory
-from kvferry.daemon.process.shares import share
+from kvferry.daemon.process.tenants import Tenants
 from kvferry.daemon.process.threads import started_threads
 from kvferry.daemon.tiers.kept_tier import KeptTier
 from kvferry.daemon.tiers.snapshots import Snapshot
@@ -45,6 +45,7 @@ from kvferry.pools.tiers.tier_record import (
     record_bytes,
 )
 from kvferry.protocol.config.schema import TiersConfig
+from kvferry.protocol.config.tenants import whose
 from kvferry.protocol.errors import RETRY_LATER_MS, OutOfMemoryError, OverloadedError, TierOffError
 from kvferry.protocol.ids import new_number
 from kvferry.protocol.session_messages import TierStatus
@@ -72,7 +73,7 @@ ADOPTED_FIRST = 4096
 CATCH_UP_TURNS = MOST_BEHIND // USES_AT_ONCE
 """For so many turns an operation that needs room waits for eviction policies that others' uses keep behind."""
 
-LARGER_TIER = "ask for fewer pages at once, or raise tiers.host_bytes, and the user's quota (tiers.tenant_bytes)"
+LARGER_TIER = "ask for fewer pages at once, or raise tiers.host_bytes, and the tenant's bound (tenants.NAME.tier_bytes)"
 
 JOURNAL_CHANGES = 1 << 16
 JOURNAL_PART = 8
@@ -118,6 +119,7 @@ class HostTier:
         page_bytes: per namespace, the bytes of one page in a block, as in memory and in files.
         models: the model's label for each identity, for people.
         checksums: whether blocks get checksums.
+        shares: what is kept for whom.
         rests: whether nobody gets memory: what the daemon before this one had begun may still write where no record
             says that there is something whole.
     """
@@ -130,6 +132,7 @@ class HostTier:
         clock: Callable[[], float] = time.monotonic,
         call_soon: Callable[[Callable[[], None]], object] | None = None,
         kept: KeptTier | None = None,
+        tenants: Tenants | None = None,
     ) -> None:
         """Map the memory; with what an earlier daemon has left in it, ``adopt`` comes before anything else.
 
@@ -140,6 +143,7 @@ class HostTier:
             clock: returns seconds.
             call_soon: the loop's, by which eviction policies catch up; None: only when something is to be evicted.
             kept: memory of the configured size that outlives the daemon; None: it ends with this one.
+            tenants: who shares it.
         """
         self.checksums = config.checksums
         self._counters = counters
@@ -155,15 +159,16 @@ class HostTier:
         self.arena = Arena(0, size_bytes)
         max_hashes = kept_bytes(memory_bytes) // JOURNAL_PART // HASH_MEMORY_BYTES
         self.journal = CacheJournal(JOURNAL_CHANGES, new_number(), max_hashes)
-        quota_bytes = size_bytes if config.tenant_bytes is None else config.tenant_bytes
+        self.shares = (tenants or Tenants()).shares
         self._call_soon = call_soon
         self._entered_s: dict[CachedBlock, float] = {}
         """When some of the blocks came."""
         self._turn = asyncio.Lock()
         self.index = BlockIndex(
             self.journal,
-            quota_bytes=quota_bytes,
-            quotas=config.quotas,
+            most_bytes=size_bytes,
+            bounds=(tenants or Tenants()).tier_bytes,
+            parts=self.shares.parts,
             policy=config.policy,
             fell_behind=self.in_turns(self._catch_up),
         )
@@ -227,14 +232,14 @@ class HostTier:
             (count,) offsets in the arena, in bytes.
 
         Raises:
-            OutOfMemoryError: more than the tier, or the tenant's quota, can ever hold.
+            OutOfMemoryError: more than the tier can ever hold, or the tenant may have.
             OverloadedError: too much is pinned, or more than the tenant's share; the detail names the holders.
         """
         wanted = count * whole_units(size_bytes)
         account = self.index.accounts[tenant]
-        over_quota = self._over_quota(tenant, wanted)
+        over_bound = self._over_bound(tenant, wanted)
         self.check_share(tenant, wanted)
-        self._evict(self.index.host_victims(tenant), over_quota)
+        self._evict(self.index.host_victims(tenant), over_bound)
         try:
             offsets = self.arena.allocate(count, size_bytes)
         except NotEnoughError:
@@ -464,11 +469,11 @@ class HostTier:
             for tenant, account in self.index.accounts.items():
                 if account.charged_bytes != charged[tenant]:
                     yield Problem(
-                        f"user {tenant} is charged {account.charged_bytes} bytes, and holds {charged[tenant]}"
+                        f"{whose(tenant)} is charged {account.charged_bytes} bytes, and holds {charged[tenant]}"
                     )
             taken = sum(account.taken_bytes for _, account in self.index.accounts.items())
             if taken != self.arena.used_bytes:
-                yield Problem(f"users have {taken} bytes, {self.arena.used_bytes} are allocated")
+                yield Problem(f"tenants have {taken} bytes, {self.arena.used_bytes} are allocated")
 
         yield Check("the host tier's memory", memory, version, RESTART)
         yield Check("the cached blocks", self.index.problems, version, RESTART)
@@ -552,7 +557,7 @@ class HostTier:
             OutOfMemoryError, OverloadedError: that could not be enough.
         """
         wanted = sum(blocks * whole_units(size_bytes) for blocks, size_bytes in space_requests)
-        missing = self._over_quota(tenant, wanted)
+        missing = self._over_bound(tenant, wanted)
         self.check_share(tenant, wanted)
         if missing > 0:
             return _Missing(missing, tenant)
@@ -572,27 +577,27 @@ class HostTier:
         wanted = sum(blocks * whole_units(size_bytes) for blocks, size_bytes in space_requests)
         return max(0, wanted - self.arena.free_bytes, *lacking)
 
-    def _over_quota(self, tenant: int, wanted: int) -> int:
+    def _over_bound(self, tenant: int, wanted: int) -> int:
         """Return how many bytes of a tenant's blocks have to go before it may have so many more; 0 or less: none.
 
         Raises:
-            OutOfMemoryError: the tier, or the tenant's quota, can never hold them.
+            OutOfMemoryError: the tier can never hold them, or the tenant may never have them.
             OverloadedError: it has not so many that may go, or the memory rests.
         """
         if self.rests:
             raise OverloadedError("the daemon before this one may still write into the host tier").after(AGAIN_MS)
         account = self.index.accounts[tenant]
-        if wanted > min(account.quota_bytes, share(tenant, self.arena.max_bytes, 0)):
+        most = min(account.most_bytes, self.shares.most(tenant, self.arena.max_bytes, {}))
+        if wanted > most:
             raise OutOfMemoryError(
-                f"{wanted} bytes are needed in the host tier, which has {self.arena.max_bytes}; user {tenant} has "
-                f"a quota of {account.quota_bytes}",
+                f"{wanted} bytes are needed in the host tier, which has {self.arena.max_bytes}; {whose(tenant)} may "
+                f"have {most} for one request",
                 remedy=LARGER_TIER,
             )
-        missing = account.taken_bytes + wanted - account.quota_bytes
+        missing = account.taken_bytes + wanted - account.most_bytes
         if missing > account.evictable_bytes:
-            raise self._full(
-                tenant, wanted, f"user {tenant} has {account.taken_bytes} of its {account.quota_bytes} bytes in use"
-            )
+            why = f"{whose(tenant)} has {account.taken_bytes} of its {account.most_bytes} bytes in use"
+            raise self._full(tenant, wanted, why)
         return missing
 
     def check_share(self, tenant: int, more_bytes: int) -> None:
@@ -604,9 +609,9 @@ class HostTier:
         pinned = {user: one.taken_bytes - one.evictable_bytes for user, one in self.index.accounts.items()}
         its = pinned.get(tenant, 0)
         size_bytes = self.arena.size_bytes if self._too_little else self.arena.max_bytes
-        most = share(tenant, size_bytes, sum(pinned.values()) - its)
+        most = self.shares.most(tenant, size_bytes, pinned)
         if its + more_bytes > most and self._may_fit(more_bytes):  # else that is what is said
-            raise self._full(tenant, more_bytes, f"user {tenant} may have {most} bytes that stay, and has {its}")
+            raise self._full(tenant, more_bytes, f"{whose(tenant)} may have {most} bytes that stay, and has {its}")
 
     def _may_fit(self, wanted: int) -> bool:
         """Return whether all that may go would be enough."""
@@ -650,10 +655,10 @@ class HostTier:
         shown = None if may_see_all(tenant) else tenant
         pins = self.index.pinned_by(shown)
         pinned = {f"by {holder_name(holder)}": size for holder, size in pins.items()}
-        pinned["of other users"] = sum(self.index.pinned_by().values()) - sum(pins.values())
+        pinned["of other tenants"] = sum(self.index.pinned_by().values()) - sum(pins.values())
         charges = {user: one.charged_bytes for user, one in self.index.accounts.items()}
-        charged = {f"of user {user}": size for user, size in charges.items() if shown in {None, user}}
-        charged["of other users"] = sum(charges.values()) - sum(charged.values())
+        charged = {f"of {whose(user)}": size for user, size in charges.items() if shown in {None, user}}
+        charged["of other tenants"] = sum(charges.values()) - sum(charged.values())
         return OverloadedError(
             f"the host tier is full: {wanted} bytes are needed, {why}; snapshots and running operations use: "
             f"{_largest(charged)}; cached blocks are pinned: {_largest(pinned)}"

@@ -92,6 +92,10 @@ class LowerTiers:
         """Return the number of removals from the remote tier in progress."""
         return len(self._removals)
 
+    def on_disk(self) -> dict[int, int]:
+        """Return the bytes of each tenant on disk."""
+        return {} if self._disk is None else self._disk.by_tenant()
+
     async def start(self) -> None:
         """Start the tiers that are configured."""
         if self._disk is not None:

@@ -25,6 +25,7 @@ from kvferry.pools.tiers.arena import Extent, Offsets
 from kvferry.pools.tiers.blocks import BlockLayout
 from kvferry.pools.tiers.tier_record import FoundSnapshot
 from kvferry.protocol.codec import PageIds
+from kvferry.protocol.config.tenants import whose
 from kvferry.protocol.errors import (
     RETRY_LATER_MS,
     InternalError,
@@ -169,7 +170,7 @@ class SnapshotRegistry:
             OverloadedError: it has MAX_SNAPSHOTS.
         """
         if self._counts[tenant] >= MAX_SNAPSHOTS:
-            raise OverloadedError(f"user {tenant} has {MAX_SNAPSHOTS} snapshots: drop or restore some").after(
+            raise OverloadedError(f"{whose(tenant)} has {MAX_SNAPSHOTS} snapshots: drop or restore some").after(
                 RETRY_LATER_MS
             )
 
@@ -211,7 +212,7 @@ class SnapshotRegistry:
                 f"snapshot {name} of an earlier daemon was lost with it, or dropped", field="snapshot"
             )
         if found is None or found.tenant != tenant or found.dropped:
-            raise UnknownSnapshotError(f"no snapshot {name} of user {tenant}", field="snapshot")
+            raise UnknownSnapshotError(f"no snapshot {name} of {whose(tenant)}", field="snapshot")
         return found
 
     def extents(self) -> Iterator[Extent]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -28,9 +29,12 @@ from kvferry.pools.tiers.cached_block import (
     place_all,
     place_of,
 )
+from kvferry.pools.tiers.fairness import NO_PARTS, fairest
 from kvferry.pools.tiers.journal import CacheJournal
 from kvferry.pools.tiers.policies import Deferred, make_policy
 from kvferry.pools.tiers.split_dict import SplitDict
+
+NO_BOUNDS: Final[Mapping[int, int]] = MappingProxyType({})
 
 
 def _nobody() -> None:
@@ -46,6 +50,7 @@ class TenantAccount:
         awaited_bytes: those of these that have no memory yet; see ``HostTier.awaits``.
         charged_bytes: anything else, mainly snapshots.
         evictable_bytes: cached blocks without a pin.
+        most_bytes: what it may have.
     """
 
     __slots__ = (
@@ -53,13 +58,13 @@ class TenantAccount:
         "cached_bytes",
         "charged_bytes",
         "evictable_bytes",
+        "most_bytes",
         "policy",
-        "quota_bytes",
         "writing_bytes",
     )
 
-    def __init__(self, quota_bytes: int, policy: Deferred[CachedBlock]) -> None:
-        self.quota_bytes = quota_bytes
+    def __init__(self, most_bytes: int, policy: Deferred[CachedBlock]) -> None:
+        self.most_bytes = most_bytes
         self.policy = policy
         self.cached_bytes = self.writing_bytes = self.awaited_bytes = self.charged_bytes = self.evictable_bytes = 0
 
@@ -70,31 +75,34 @@ class TenantAccount:
 
     @property
     def taken_bytes(self) -> int:
-        """Return the bytes that count against the quota."""
+        """Return the bytes that it has."""
         return self.used_bytes - self.awaited_bytes
-
-    @property
-    def share(self) -> float:
-        """Return the used fraction of the quota; a quota of 0 counts as one byte."""
-        return self.taken_bytes / max(self.quota_bytes, 1)
 
 
 class HostAccounts:
     """The accounts of all tenants, created on first use."""
 
     def __init__(
-        self, *, quota_bytes: int, quotas: Mapping[int, int] | None, policy: str, fell_behind: Callable[[], None]
+        self,
+        *,
+        most_bytes: int,
+        bounds: Mapping[int, int],
+        parts: Mapping[int, float],
+        policy: str,
+        fell_behind: Callable[[], None],
     ) -> None:
         """Start without any account.
 
         Args:
-            quota_bytes: quota of a tenant.
-            quotas: quotas of individual tenants, by tenant.
+            most_bytes: what a tenant may have.
+            bounds: the same for tenants that have a bound of their own.
+            parts: the shares of tenants that have one; see ``fairness``.
             policy: one of ``POLICY_NAMES``; each tenant has its own instance.
             fell_behind: called when a policy has not been told of all uses any more; ``catch_up`` then.
         """
-        self._quota_bytes = quota_bytes
-        self._quotas = dict(quotas or {})
+        self._most_bytes = most_bytes
+        self._bounds = bounds
+        self._parts = parts
         self._policy = policy
         self._accounts: dict[int, TenantAccount] = {}
         self._fell_behind = fell_behind
@@ -108,9 +116,9 @@ class HostAccounts:
         """Return a tenant's account, which the index updates."""
         account = self._accounts.get(tenant)
         if account is None:
-            quota_bytes = self._quotas.get(tenant, self._quota_bytes)
+            most_bytes = self._bounds.get(tenant, self._most_bytes)
             policy: Deferred[CachedBlock] = Deferred(make_policy(self._policy), place_of, self._fell_behind)
-            account = self._accounts[tenant] = TenantAccount(quota_bytes, policy)
+            account = self._accounts[tenant] = TenantAccount(most_bytes, policy)
         return account
 
     def items(self) -> ItemsView[int, TenantAccount]:
@@ -139,24 +147,22 @@ class HostAccounts:
 
     def victims(self, tenant: int | None) -> Iterator[CachedBlock]:
         """Yield evictable blocks; see ``BlockIndex.host_victims``."""
-        accounts = list(self._accounts.values()) if tenant is None else [self[tenant]]
-        turns = [(account, account.policy.victims()) for account in accounts]
-        while turns:
-            turn = max(turns, key=lambda one: one[0].share)
-            block = _next_evictable(*turn)
-            if block is None:
-                turns.remove(turn)
-            else:
-                yield block
+        accounts = self._accounts if tenant is None else {tenant: self[tenant]}
+        return fairest(accounts, self._parts, lambda account: account.taken_bytes, _evictable)
 
 
-def _next_evictable(account: TenantAccount, victims: Iterator[CachedBlock]) -> CachedBlock | None:
-    """Return the next victim without a pin, or None; does not search if the counts say that there is none."""
-    while account.evictable_bytes:
-        block = next(victims, None)
-        if block is None or not block.pins:
-            return block
-    return None
+def _evictable(account: TenantAccount) -> Callable[[], CachedBlock | None]:
+    """Return what returns the next victim without a pin; it does not search if the counts say that there is none."""
+    victims = account.policy.victims()
+
+    def following() -> CachedBlock | None:
+        while account.evictable_bytes:
+            block = next(victims, None)
+            if block is None or not block.pins:
+                return block
+        return None
+
+    return following
 
 
 OPERATOR: Final = -1
@@ -188,15 +194,16 @@ class BlockIndex:
     """The cached blocks of all tenants; sans I/O, for one thread.
 
     Attributes:
-        accounts: usage and quota of each tenant in the host tier.
+        accounts: what each tenant has in the host tier, and may have.
     """
 
     def __init__(
         self,
         journal: CacheJournal,
         *,
-        quota_bytes: int,
-        quotas: Mapping[int, int] | None = None,
+        most_bytes: int,
+        bounds: Mapping[int, int] = NO_BOUNDS,
+        parts: Mapping[int, float] = NO_PARTS,
         policy: str = "reuse",
         fell_behind: Callable[[], None] = _nobody,
     ) -> None:
@@ -204,13 +211,16 @@ class BlockIndex:
 
         Args:
             journal: where changes are recorded.
-            quota_bytes: quota of a tenant in the host tier.
-            quotas: quotas of individual tenants, by tenant.
+            most_bytes: what a tenant may have in the host tier.
+            bounds: the same for tenants that have a bound of their own.
+            parts: the shares of tenants that have one; see ``fairness``.
             policy: one of ``POLICY_NAMES``; each tenant has its own instance.
             fell_behind: called when ``accounts`` has to ``catch_up``, which it does at the latest for a victim.
         """
         self._journal = journal
-        self.accounts = HostAccounts(quota_bytes=quota_bytes, quotas=quotas, policy=policy, fell_behind=fell_behind)
+        self.accounts = HostAccounts(
+            most_bytes=most_bytes, bounds=bounds, parts=parts, policy=policy, fell_behind=fell_behind
+        )
         self._ready: dict[Namespace, SplitDict[bytes, CachedBlock]] = {}
         self._writing: dict[tuple[Namespace, bytes], CachedBlock] = {}
         self._held: dict[int, set[CachedBlock]] = {}
@@ -499,7 +509,7 @@ class BlockIndex:
         """Yield evictable blocks of the host tier in eviction order, each at most once.
 
         The caller drops a block (``drop_host``, ``remove``) or skips it before it asks for the next. Without a tenant,
-        each block is from the tenant that uses the largest part of its quota at that moment and has a victim left.
+        each block is from the tenant that has most by its share at that moment and has a victim left.
         """
         return self.accounts.victims(tenant)
 

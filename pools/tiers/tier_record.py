@@ -28,7 +28,6 @@ from kvferry.pools.records import (
     Buffer,
     Number,
     UnreadableFileError,
-    UserId,
     check_magic,
     read_record,
     write_record,
@@ -37,7 +36,7 @@ from kvferry.pools.tiers.arena import ALLOCATION_UNIT_BYTES as UNIT
 from kvferry.pools.tiers.arena import Arena, Freed, NotEnoughError, Offsets, whole_units
 from kvferry.pools.tiers.blocks import BlockLayout
 from kvferry.pools.tiers.cached_block import Namespace
-from kvferry.protocol.ids import Hex128, ModelIdentity, PoolName
+from kvferry.protocol.ids import Hex128, ModelIdentity, PoolName, TenantNumber
 from kvferry.protocol.manifests import Manifest
 
 FORMAT: Final = 1
@@ -91,7 +90,7 @@ class Preface(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class NamespaceHead(msgspec.Struct, frozen=True, kw_only=True, tag="blocks", forbid_unknown_fields=True):
     """What the blocks of a namespace have in common; ``model`` is its label, for people."""
 
-    tenant: UserId
+    tenant: TenantNumber
     layout_digest: Hex128
     identity: Hex128
     group: Annotated[str, Meta(max_length=128)] = msgspec.field(name="space")
@@ -119,7 +118,7 @@ class SnapshotHead(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot", fo
     """A snapshot. ``manifest`` is the number of the head that has it; ``owner`` is an instance's number."""
 
     name: Hex128
-    tenant: UserId
+    tenant: TenantNumber
     owner: Number | None
     pool: PoolName
     model: ModelIdentity | None
@@ -280,9 +279,9 @@ class TierRecord:
         """The manifests of snapshots, by their objects' identity, and their heads."""
         self._heads: dict[int, _Head] = {}
         self._share = share
-        self._users: dict[int, UserId] = {}
+        self._users: dict[int, int] = {}
         """Whose each head is; a manifest is its first snapshot's user's."""
-        self._of_users: Counter[UserId] = Counter()
+        self._of_users: Counter[int] = Counter()
         """The units of their heads."""
 
     def __repr__(self) -> str:
@@ -403,7 +402,7 @@ class TierRecord:
         self._uses[head] += len(rows)
         self._rows[units] = rows
 
-    def _put_head(self, head: _Head, user: UserId) -> int | None:
+    def _put_head(self, head: _Head, user: int) -> int | None:
         """Write a head, which nothing uses yet; return its number, None where there is no room for this user's."""
         content = _encoder.encode(head)
         wanted = self._of_users[user] + whole_units(len(content)) // UNIT

@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 from kvferry.protocol.addresses import canonical, is_loopback, is_numeric, unreachable_host
 from kvferry.protocol.config.schema import MIN_SIZE_BYTES, STAGING_BUFFERS, Config
+from kvferry.protocol.config.tenants import number_of, wrong_members
 from kvferry.protocol.ids import HOST
 from kvferry.protocol.settings import size_text
 
 _MAX_PORT = 65_535
+_ROUNDING = 1e-9
 
 
 class HostOffer(NamedTuple):
@@ -38,7 +40,7 @@ def conflicts(config: Config, offer: HostOffer) -> Iterator[Conflict]:
     yield from _memory(config, offer)
     yield from _network(config, offer)
     yield from _tiers(config, offer)
-    yield from _quotas(config)
+    yield from _tenants(config)
     yield from _remote(config)
 
 
@@ -132,9 +134,8 @@ def _tiers(config: Config, offer: HostOffer) -> Iterator[Conflict]:
     tiers = config.tiers
     for key, size in (
         ("tiers.host_bytes", tiers.host_bytes),
-        ("tiers.tenant_bytes", tiers.tenant_bytes),
         ("tiers.remote.segment_bytes", tiers.remote.segment_bytes),
-        *((f"tiers.quotas.{user}", quota) for user, quota in tiers.quotas.items()),
+        *((f"tenants.{name}.tier_bytes", one.tier_bytes) for name, one in config.tenants.items()),
     ):
         if size and size < MIN_SIZE_BYTES:
             yield Conflict(key, f'{key} = {size}: 0, or at least "4KiB"; did you mean "{size}GiB"?')
@@ -150,33 +151,33 @@ def _tiers(config: Config, offer: HostOffer) -> Iterator[Conflict]:
         for key, configured in (
             ("tiers.disk.path", tiers.disk.path is not None),
             ("tiers.remote.transport", tiers.remote.transport != "none"),
-            ("tiers.tenant_bytes", bool(tiers.tenant_bytes)),
-            ("tiers.quotas", any(tiers.quotas.values())),
+            *((f"tenants.{name}.tier_bytes", bool(one.tier_bytes)) for name, one in config.tenants.items()),
         ):
             if configured:
                 yield Conflict(key, f"{key} with tiers.host_bytes = 0: it needs the host tier; raise tiers.host_bytes")
 
 
-def _quotas(config: Config) -> Iterator[Conflict]:
-    tiers = config.tiers
-    if tiers.tenant_bytes == 0 and not any(tiers.quotas.values()) and tiers.host_bytes != 0:
-        yield Conflict(
-            "tiers.tenant_bytes",
-            "tiers.tenant_bytes = 0 without tiers.quotas: no user could use the tiers; to disable them set "
-            "tiers.host_bytes = 0",
-        )
-    if not tiers.host_bytes:
-        return
-    for key, quota in (
-        ("tiers.tenant_bytes", tiers.tenant_bytes or 0),
-        *((f"tiers.quotas.{user}", quota) for user, quota in tiers.quotas.items()),
-    ):
-        if quota > tiers.host_bytes:
+def _tenants(config: Config) -> Iterator[Conflict]:
+    tier_bytes, names, together = config.tiers.host_bytes, dict[int, str](), 0.0
+    for name, one in config.tenants.items():
+        if not (one.users or one.groups):
+            yield Conflict(f"tenants.{name}", f"tenants.{name} without users and groups: nobody would be in it")
+        other = names.setdefault(number_of(name), name)
+        if other != name:
+            yield Conflict(f"tenants.{name}", f"tenants.{name} and tenants.{other} have one number: rename one of them")
+        together += one.share or 0.0
+        if one.share and together > 1 + _ROUNDING:
             yield Conflict(
-                key,
-                f"{key} = {size_text(quota)} with tiers.host_bytes = {size_text(tiers.host_bytes)}: one user's quota "
-                f"cannot be larger than the tier; at most {size_text(tiers.host_bytes)}",
+                f"tenants.{name}.share",
+                f"tenants.{name}.share = {one.share}: the shares of all tenants together are {together:g}, more than 1",
             )
+        if tier_bytes and one.tier_bytes and one.tier_bytes > tier_bytes:
+            yield Conflict(
+                f"tenants.{name}.tier_bytes",
+                f"tenants.{name}.tier_bytes = {size_text(one.tier_bytes)} with tiers.host_bytes = "
+                f"{size_text(tier_bytes)}: one tenant cannot have more than the tier; at most {size_text(tier_bytes)}",
+            )
+    yield from (Conflict(*one) for one in wrong_members(config.tenants))
 
 
 def _remote(config: Config) -> Iterator[Conflict]:

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import inspect
 
 from kvferry.protocol.config.conflicts import HostOffer, conflicts
-from kvferry.protocol.config.schema import Config, Section
+from kvferry.protocol.config.schema import Config, Section, TenantConfig, TenantName
 from kvferry.protocol.config.values import OTHERWISE_GIVEN, PREFIX, keys_of, variable_of
 from kvferry.protocol.errors import ConfigError
 from kvferry.protocol.ids import PATTERNS
@@ -27,6 +27,13 @@ from kvferry.protocol.settings import SIZE_FORM, size_bytes, size_text
 
 _S = TypeVar("_S", bound=Section)
 _MAX_SHOWN = 64
+TENANTS: Final = dict[TenantName, TenantConfig]
+_TENANT_NAME: Final = inspect.type_info(TenantName)
+REPLACED: Final = {
+    "tiers.tenant_bytes": "tenants.NAME.tier_bytes, for users and groups that it names",
+    "tiers.quotas": "tenants.NAME.tier_bytes, with users = [NUMBER]",
+}
+"""Keys of earlier checkouts, and what says it now."""
 NO_VARIABLES: Final[Mapping[str, str]] = MappingProxyType({})
 _NO_FILE = "name a readable file with --config, or none for the defaults"
 _NO_TABLE = "write it as TOML: [section] and key = value lines, in UTF-8"
@@ -93,7 +100,7 @@ class _Given(NamedTuple):
     variables: dict[str, str]
 
     def by(self, key: str) -> str:
-        return self.variables.get(key, self.file)
+        return self.variables.get(key) or self.variables.get(key.partition(".")[0], self.file)
 
 
 def _put(table: dict[str, Any], key: str, value: object) -> None:
@@ -190,7 +197,10 @@ def _table(given: _Given, prefix: str, section: type[_S], table: object, mistake
         if isinstance(kind, type) and issubclass(kind, Section):
             values[name] = _table(given, key, kind, value, mistakes)
         elif kind is None:
-            mistakes.append(ConfigError(f"{given.file}: {key}: {_unknown(name, prefix, fields)}", field=key))
+            instead = f"use {REPLACED[key]}" if key in REPLACED else _unknown(name, prefix, fields)
+            mistakes.append(ConfigError(f"{given.file}: {key}: {instead}", field=key))
+        elif kind == TENANTS and isinstance(value, dict):
+            values[name] = _tenants(given, value, mistakes)
         else:
             try:
                 values[name] = msgspec.convert(_plain(key, value), kind, str_keys=True)
@@ -198,6 +208,19 @@ def _table(given: _Given, prefix: str, section: type[_S], table: object, mistake
                 what = allowed(key, inspect.type_info(kind))
                 mistakes.append(ConfigError(f"{given.by(key)}: {key} = {_shown(value)}: must be {what}", field=key))
     return section(**values)
+
+
+def _tenants(given: _Given, table: dict[str, object], mistakes: list[ConfigError]) -> dict[str, TenantConfig]:
+    found = {}
+    for name, its in table.items():
+        key = f"tenants.{name}"
+        try:
+            msgspec.convert(name, TenantName)
+        except ValueError:
+            what = f"a tenant is {allowed('', _TENANT_NAME)}"
+            mistakes.append(ConfigError(f"{given.by(key)}: {key}: {what}", field=key))
+        found[name] = _table(given, key, TenantConfig, its, mistakes)
+    return found
 
 
 def _unknown(name: str, prefix: str, fields: Mapping[str, object]) -> str:
@@ -216,13 +239,11 @@ def _plain(key: str, value: object) -> object:
         raise ValueError("not finite")
     if not _is_size(key):
         return value
-    if isinstance(value, dict):
-        return {name: _plain(key, one) for name, one in value.items()}
     return size_bytes(value) if isinstance(value, str) else value
 
 
 def _is_size(key: str) -> bool:
-    return key.endswith(("_bytes", ".quotas"))
+    return key.endswith("_bytes")
 
 
 def _shown(value: object) -> str:

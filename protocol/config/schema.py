@@ -52,7 +52,18 @@ MasterAddress = Annotated[
         description="HOST:PORT, with an IPv6 address in brackets",
     ),
 ]
-UserId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+TenantName = Annotated[
+    str,
+    Meta(
+        pattern="^[A-Za-z][A-Za-z0-9_-]*\\Z",
+        max_length=32,
+        description="a name that begins with a letter, of letters, digits, '_' and '-'",
+    ),
+]
+Member = (
+    Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+    | Annotated[str, Meta(pattern="^[^:\\s]+\\Z", max_length=64, description="a name of this host")]
+)
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -159,7 +170,7 @@ class RemoteTierConfig(Section, frozen=True, kw_only=True):
 
     Its ``mooncake_master`` listens at ``master``; other nodes reach this one at ``address``, by default
     where other daemons do. The store keeps blocks in memory that the nodes contribute: ``segment_bytes`` of this
-    node's, possibly 0; blocks stored here are lost with this daemon. Tenants, by user number, find only their own
+    node's, possibly 0; blocks stored here are lost with this daemon. Tenants find only their own
     blocks, unless ``shared`` lets all tenants of all nodes find each other's.
     """
 
@@ -175,14 +186,11 @@ class TiersConfig(Section, frozen=True, kw_only=True):
     """Host memory for what leaves the device: snapshots and cached blocks.
 
     ``host_bytes``, by default a tenth of the memory (see ``memory``), is populated as it is used; 0 disables the tiers.
-    ``tenant_bytes`` bounds each user's part of it, ``quotas`` that of users given by number. ``policy`` selects the
-    cached blocks to evict. Without ``checksums``, corrupted memory goes unnoticed and restores are faster. A snapshot
-    whose instance ended is kept for ``snapshot_grace_s``.
+    ``policy`` selects the cached blocks to evict. Without ``checksums``, corrupted memory goes unnoticed and
+    restores are faster. A snapshot whose instance ended is kept for ``snapshot_grace_s``.
     """
 
     host_bytes: Bytes | None = None
-    tenant_bytes: Bytes | None = None
-    quotas: dict[UserId, Bytes] = {}
     policy: Literal["reuse", "lru"] = "reuse"
     checksums: bool = True
     snapshot_grace_s: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
@@ -219,6 +227,18 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
     max_kept_payload_bytes: Annotated[int, Meta(ge=256 << 10, le=1 << 40)] = Limits().max_kept_payload_bytes
 
 
+class TenantConfig(Section, frozen=True, kw_only=True):
+    """A tenant: users and groups, by number or name, who see each other's and nobody else's.
+
+    ``share``: the part of everything that is kept for it. ``tier_bytes``: the most that it may have of the host tier.
+    """
+
+    users: tuple[Member, ...] = ()
+    groups: tuple[Member, ...] = ()
+    share: Annotated[float, Meta(gt=0, le=1)] | None = None
+    tier_bytes: Bytes | None = None
+
+
 class Config(Section, frozen=True, kw_only=True):
     """The whole file."""
 
@@ -234,6 +254,7 @@ class Config(Section, frozen=True, kw_only=True):
     service: ServiceConfig = ServiceConfig()
     metrics: MetricsConfig = MetricsConfig()
     limits: LimitsConfig = LimitsConfig()
+    tenants: dict[TenantName, TenantConfig] = {}
 
     @property
     def announced(self) -> Limits:

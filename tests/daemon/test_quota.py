@@ -6,8 +6,9 @@ import os
 
 import pytest
 
-from kvferry.daemon.process.shares import share
+from kvferry.daemon.process.shares import Shares, share
 from kvferry.daemon.quota import Quota
+from kvferry.protocol.config.tenants import number_of
 from kvferry.protocol.errors import OverloadedError
 
 SMALL = 1 << 14
@@ -95,3 +96,38 @@ def test_the_worst_is_the_largest_session_of_the_user_who_keeps_most() -> None:
 )
 def test_a_part_of_what_others_leave_stays(user: int, size: int, of_others: int, expected: int) -> None:
     assert share(user, size, of_others) == expected
+
+
+A, B = number_of("a"), number_of("b")
+
+
+@pytest.mark.parametrize(
+    ("tenant", "used", "most"),
+    [
+        (FIRST, {}, 1024 - 510 - 33),  # of what is not kept for others a 16th stays
+        (FIRST, {A: 510}, 1024 - 510 - 33),
+        (FIRST, {A: 600}, 1024 - 600 - 27),
+        (A, {}, 1024 - 64),
+        (A, {FIRST: 481}, 510),  # what is kept for it, though a 16th of what is left would stay
+        (A, {FIRST: 900}, 124),
+        (ROOT, {FIRST: 481, A: 510}, 33),
+    ],
+)
+def test_what_is_kept_for_a_tenant_nobody_else_gets(tenant: int, used: dict[int, int], most: int) -> None:
+    assert Shares({A: 0.5}).most(tenant, 1024, used) == most
+
+
+def test_a_tenant_with_a_share_gets_it_though_another_was_there_first() -> None:
+    shares, used = Shares({A: 0.5, B: 0.25}), dict[int, int]()
+    for tenant in (FIRST, A, B, ROOT):
+        used[tenant] = shares.most(tenant, 1024, used)
+    assert used == {FIRST: 1024 - 765 - 17, A: 510, B: 255, ROOT: 17}
+
+
+def test_a_quota_keeps_what_is_kept_for_a_tenant() -> None:
+    tenants = {1: FIRST, 2: A}
+    kept = Quota("request", 1024, 1024, tenants.__getitem__, shares=Shares({A: 0.5}))
+    assert kept.fits(1, 481)
+    assert not kept.fits(1, 482)
+    kept.keep(1, "first", 481)
+    assert kept.fits(2, 510)

@@ -86,8 +86,7 @@ def wrong(key: Key) -> Wrong:
         case inspect.VarTupleType():
             return Wrong(("npu:0", ["device"], [1]), ("npu:N",))
         case inspect.DictType():
-            numbers: tuple[object, ...] = ({"x": 1}, {"1": -1}, {"-1": 1 << 20}, {"1": "8GB"}, {"1": HUGE}, 1, [1])
-            return Wrong(numbers, ("each key a whole number",))
+            return Wrong((1, [1], "x"), ("each key a name that begins with a letter", "each value a table"))
         case _:
             pytest.fail(f"{key.name}: a new kind of key: say here what is wrong for it")
 
@@ -145,6 +144,26 @@ def test_an_unknown_key_is_refused_with_the_known_ones(tmp_path: Path, table: st
 
 
 @pytest.mark.parametrize(
+    ("text", "field", "said"),
+    [
+        ('[tenants."1a"]\nusers = [7]', "tenants.1a", "a tenant is a name that begins with a letter"),
+        ("[tenants]\na = 3", "tenants.a", "must be a table, [tenants.a]"),
+        ("[tenants.a]\nuser = [7]", "tenants.a.user", "did you mean users? [tenants.a] has users, groups, share"),
+        ("[tenants.a]\nusers = [-1]", "tenants.a.users", "each a whole number from 0 to 4294967295 or a name of this"),
+        ('[tenants.a]\ngroups = ["a b"]', "tenants.a.groups", "must be a list"),
+        ("[tenants.a]\nusers = [7]\nshare = 2", "tenants.a.share", "above 0 and up to 1"),
+        ("[tiers]\ntenant_bytes = 7", "tiers.tenant_bytes", "use tenants.NAME.tier_bytes"),
+        ("[tiers]\nquotas = {7 = 7}", "tiers.quotas", "use tenants.NAME.tier_bytes, with users = [NUMBER]"),
+    ],
+)
+def test_what_is_wrong_of_a_tenant_is_named(tmp_path: Path, text: str, field: str, said: str) -> None:
+    error = refused(tmp_path, text)
+    assert error.field == field
+    assert field in error.detail
+    assert said in error.detail
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [("[pools\n", "line 1"), ("limits = 3\n", "[limits]"), ("a = " + "[" * 10_000, ""), ("x = '\udce4'", "utf-8")],
 )
@@ -162,6 +181,7 @@ LISTEN = f'[peers]\nlisten = "tcp://10.0.0.3:7801"\n{KEYS}'
 MOONCAKE = f'{LISTEN}[network]\ntransport = "mooncake"\n'
 BOUNCE_BUFFERS = 'bounce_buffers = 65536\nbounce_buffer_bytes = "1GiB"'
 ALL_MEMORY = f'bounce_buffers = {OFFER.memory_bytes >> 30}\nbounce_buffer_bytes = "1GiB"'
+TENANT = "[tenants.a]\nusers = [7]\n"
 STORE = '[tiers.remote]\ntransport = "mooncake_store"\naddress = "10.0.0.3"\n'
 
 
@@ -192,13 +212,21 @@ STORE = '[tiers.remote]\ntransport = "mooncake_store"\naddress = "10.0.0.3"\n'
         (MOONCAKE + BOUNCE_BUFFERS, "network.bounce_buffers", "network.bounce_buffer_bytes = 1GiB"),
         ('[tiers]\nhost_bytes = 0\n[tiers.disk]\npath = "/srv"', "tiers.disk.path", "tiers.host_bytes = 0"),
         ("[tiers]\nhost_bytes = 0\n" + STORE, "tiers.remote.transport", "tiers.host_bytes = 0"),
-        ('[tiers]\nhost_bytes = 0\nquotas = { 7 = "1GiB" }', "tiers.quotas", "tiers.host_bytes = 0"),
+        ("[tiers]\nhost_bytes = 0\n" + TENANT + 'tier_bytes = "1GiB"', "tenants.a.tier_bytes", "tiers.host_bytes = 0"),
         ("[tiers]\nhost_bytes = 8", "tiers.host_bytes", '"8GiB"?'),
         ('[tiers]\nhost_bytes = "1023TiB"', "tiers.host_bytes", "more than this host allows"),
         (STORE + 'segment_bytes = "1023TiB"', "tiers.remote.segment_bytes", "more than this host allows"),
-        ('[tiers]\nhost_bytes = "1GiB"\ntenant_bytes = "2GiB"', "tiers.tenant_bytes", "tiers.host_bytes = 1GiB"),
-        ('[tiers]\nhost_bytes = "1GiB"\nquotas = { 7 = "2GiB" }', "tiers.quotas.7", "tiers.host_bytes = 1GiB"),
-        ("[tiers]\ntenant_bytes = 0", "tiers.tenant_bytes", "tiers.quotas"),
+        (
+            '[tiers]\nhost_bytes = "1GiB"\n' + TENANT + 'tier_bytes = "2GiB"',
+            "tenants.a.tier_bytes",
+            "tiers.host_bytes = 1GiB",
+        ),
+        (TENANT + "tier_bytes = 8", "tenants.a.tier_bytes", '"8GiB"?'),
+        (TENANT + "[tenants.b]\nusers = [8, 7]", "tenants.b.users", "tenants.a.users has 7"),
+        (TENANT + 'groups = ["g"]\n[tenants.b]\ngroups = ["g"]', "tenants.b.groups", "tenants.a.groups has 'g'"),
+        (TENANT + "share = 0.5\n[tenants.b]\nusers = [8]\nshare = 0.6", "tenants.b.share", "together are 1.1"),
+        ("[tenants.a]\nshare = 0.5", "tenants.a", "without users and groups"),
+        ("[tenants.plumless]\nusers = [1]\n[tenants.buckeroo]\nusers = [2]", "tenants.buckeroo", "tenants.plumless"),
         ('[tiers.remote]\nprotocol = "ascend"', "tiers.remote.protocol", "tiers.remote.transport"),
         ('[tiers.remote]\ntransport = "mooncake_store"', "tiers.remote.address", "network.address"),
     ],
@@ -229,8 +257,7 @@ def test_the_limits_follow_from_those_of_the_file(tmp_path: Path) -> None:
         ("", None, None),
         (MOONCAKE + 'protocol = "ascend"\ndirect = true', "10.0.0.3", "10.0.0.3"),
         (STORE + 'protocol = "ascend"', None, "10.0.0.3"),
-        ("[tiers]\nhost_bytes = 0\ntenant_bytes = 0", None, None),
-        ('[tiers]\ntenant_bytes = 0\nquotas = { 7 = "1GiB" }', None, None),
+        (TENANT + 'share = 0.4\n[tenants.b]\ngroups = [7, "g"]\nshare = 0.6\ntier_bytes = "1GiB"', None, None),
         (LISTEN + '[tiers.remote]\ntransport = "mooncake_store"', *("10.0.0.3",) * 2),
         ('[network]\naddress = "node3"\n[tiers.remote]\ntransport = "mooncake_store"', "node3", "node3"),
         ('[peers]\nlisten = "tcp://[fd00::3]:7801"\ninsecure = true', "fd00::3", "fd00::3"),

@@ -121,7 +121,7 @@ def test_the_keeper_is_where_the_daemon_looks_for_it_and_not_its_own() -> None:
 # Their defaults depend on the machine, or on another key.
 DEPENDING = {
     "runtime_dir", "pools.max_bytes", "memory.numa_node", "peers.listen", "peers.keys", "network.address",
-    "tiers.host_bytes", "tiers.tenant_bytes", "tiers.disk.path", "tiers.remote.address", "metrics.listen",
+    "tiers.host_bytes", "tiers.disk.path", "tiers.remote.address", "metrics.listen",
 }  # fmt: skip
 
 

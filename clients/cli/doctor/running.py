@@ -16,8 +16,16 @@ from kvferry.clients import calls
 from kvferry.clients.cli.doctor.host import Finding, Host
 from kvferry.clients.daemon_socket import choose
 from kvferry.clients.sync_client import Client
+from kvferry.pools.host.members import members_of
 from kvferry.protocol import VERSION
-from kvferry.protocol.errors import AccessDeniedError, InvalidFieldError, KvferryError, VersionMismatchError
+from kvferry.protocol.config.schema import Config
+from kvferry.protocol.errors import (
+    AccessDeniedError,
+    ConfigError,
+    InvalidFieldError,
+    KvferryError,
+    VersionMismatchError,
+)
 from kvferry.protocol.session_messages import Status, StatusReport
 from kvferry.protocol.settings import CONTROL_SOCKET, runtime_dirs
 
@@ -100,6 +108,18 @@ def check_daemon(running: Running) -> Finding:
     if report.drained:
         return Finding("warning", f"{said}; it is drained and accepts no new transfers", "kvferry undrain")
     return Finding("ok", said)
+
+
+def check_tenants(config: Config) -> Finding | None:
+    """Look up the users and groups that tenants name, if there are any."""
+    if not config.tenants:
+        return None
+    try:
+        members = members_of(config.tenants)
+    except ConfigError as error:
+        return Finding("missing", error.detail, error.remedy)
+    said = [f"{name} of {len([one for one in members if one.tenant == name])}" for name in config.tenants]
+    return Finding("ok", f"tenants, with their users and groups: {', '.join(said)}")
 
 
 def check_descriptors(running: Running) -> dict[str, Finding]:

@@ -21,7 +21,7 @@ OFFER = HostOffer(64 << 30, "this host", frozenset({0, 1}))
 FILE = """
 [tiers]
 host_bytes = "1GiB"
-tenant_bytes = "512MiB"
+snapshot_grace_s = 5.0
 [peers]
 timeout_ms = 2000
 """
@@ -43,7 +43,7 @@ def test_each_value_says_where_it_comes_from(
     found: dict[str, Any] = json.loads(capsys.readouterr().out)["values"]
     assert list(found) == [key for key, _ in keys_of()]
     assert found["tiers.host_bytes"] == {"value": 2 << 30, "source": "$KVFERRY_TIERS_HOST_BYTES"}
-    assert found["tiers.tenant_bytes"] == {"value": 512 << 20, "source": str(file)}
+    assert found["tiers.snapshot_grace_s"] == {"value": 5.0, "source": str(file)}
     assert found["runtime_dir"] == {"value": "/run/elsewhere", "source": "$KVFERRY_RUNTIME_DIR"}
     assert {one["source"] for key, one in found.items() if key.startswith("network.")} == {"default"}
     assert main(["config", "show", "--config", str(file)]) == 0
@@ -109,7 +109,10 @@ EACH = {
     "memory.numa_node": ("1", 1),
     "devices.open": ('["npu:0", "npu:1"]', ["npu:0", "npu:1"]),
     "devices.max_fraction": ("0.5", 0.5),
-    "tiers.quotas": ('{1000 = "1MiB"}', {"1000": 1 << 20}),
+    "tenants": (
+        '{a = {users = [7, "ann"], share = 0.5, tier_bytes = "1MiB"}}',
+        {"a": {"users": [7, "ann"], "groups": [], "share": 0.5, "tier_bytes": 1 << 20}},
+    ),
     "tiers.disk.path": ("/var/lib/kvferry/7", "/var/lib/kvferry/7"),
     "tiers.policy": ("lru", "lru"),
 }

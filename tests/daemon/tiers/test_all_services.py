@@ -113,7 +113,7 @@ class _Machine(RuleBasedStateMachine):
         self.patch.setattr(leases, "UNPINNED_AT_ONCE", at_once)
 
         async def make() -> Harness:
-            config = tiers_config(units, snapshot_grace_s=0, tenant_bytes=None)
+            config = tiers_config(units, snapshot_grace_s=0)
             made = Harness(config, remote=remote, hasher=_AtOnce())  # no thread: each run is the same
             await made.lower.start()
             for tenant in (1, 2):

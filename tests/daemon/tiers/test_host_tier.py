@@ -9,17 +9,20 @@ import pytest
 
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.process.memory import HostMemory
+from kvferry.daemon.process.tenants import Tenants
 from kvferry.daemon.tiers import host_tier
 from kvferry.daemon.tiers.host_tier import AHEAD_BYTES, GROW_AGAIN_S, HostTier, SpaceRequest
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.host.memory import MACHINE, MAX_KEPT_BYTES, MAX_RESERVE_BYTES
 from kvferry.pools.tiers.cached_block import CachedBlock, Namespace, Tier
 from kvferry.pools.tiers.index import OPERATOR
-from kvferry.protocol.config.schema import TiersConfig
+from kvferry.protocol.config.schema import TenantConfig, TiersConfig
+from kvferry.protocol.config.tenants import number_of
 from kvferry.protocol.errors import OutOfMemoryError, OverloadedError
 from tests.kit.tiers import UNIT, names, tiers_config
 
-MINE, THEIRS, ROOT = 1, 2, 0
+NAMES = ("mine", "theirs")
+MINE, THEIRS, ROOT = *map(number_of, NAMES), 0
 
 
 def namespace(tenant: int = MINE, block_pages: int = 1) -> Namespace:
@@ -35,7 +38,8 @@ def counters() -> Counters:
 @pytest.fixture
 def host(counters: Counters) -> Iterator[HostTier]:
     """Return a tier of eight allocation units; a tenant may have six of them."""
-    one = HostTier(tiers_config(8, tenant_bytes=6 * UNIT), counters, HostMemory())
+    bounded = {name: TenantConfig(users=(user,), tier_bytes=6 * UNIT) for user, name in enumerate(NAMES, 1)}
+    one = HostTier(tiers_config(8), counters, HostMemory(), tenants=Tenants(bounded))
     yield one
     one.arena.check_integrity()
     one.index.check_integrity()
@@ -104,7 +108,7 @@ def evict(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ev
     return way
 
 
-def test_a_tenants_own_blocks_go_for_its_quota_and_no_more_than_needed(host: HostTier, evict: Evict) -> None:
+def test_a_tenants_own_blocks_go_for_its_bound_and_no_more_than_needed(host: HostTier, evict: Evict) -> None:
     cache(host, 1, 2, 3, 4)
     cache(host, 5, tenant=THEIRS)
     host.index.touch([host.index.longest_prefix(namespace(), names(4))[0]])
@@ -113,12 +117,32 @@ def test_a_tenants_own_blocks_go_for_its_quota_and_no_more_than_needed(host: Hos
     assert cached(host, THEIRS) == [5]
 
 
-def test_where_the_tier_is_full_the_tenant_goes_first_that_has_most_of_its_quota(host: HostTier, evict: Evict) -> None:
+def test_where_the_tier_is_full_the_tenant_goes_first_that_has_most(host: HostTier, evict: Evict) -> None:
     cache(host, 1, 2, 3, 4, 5)
     cache(host, 6, 7, tenant=THEIRS)
     evict(host, THEIRS, 3)
     assert cached(host) == [1, 2, 3]
     assert cached(host, THEIRS) == [6, 7]
+
+
+@pytest.mark.parametrize(
+    ("shares", "units"), [((None, None), (32, 32)), ((0.75, None), (48, 16)), ((0.5, 0.25), (43, 21))]
+)
+def test_tenants_that_all_store_come_to_have_their_shares(
+    counters: Counters, shares: tuple[float | None, float | None], units: tuple[int, int]
+) -> None:
+    pairs = zip(NAMES, shares, strict=True)
+    both = {name: TenantConfig(users=(user,), share=one) for user, (name, one) in enumerate(pairs, 1)}
+    tenants = Tenants(both)
+    with contextlib.closing(HostTier(tiers_config(64), counters, HostMemory(), tenants=tenants)) as host:
+        for number in range(64):
+            cache(host, number)
+        assert host.index.accounts[MINE].taken_bytes == 64 * UNIT, "one alone has all"
+        for number in range(100, 300):
+            cache(host, number, tenant=(MINE, THEIRS)[number % 2])
+        has = [host.index.accounts[one].taken_bytes // UNIT for one in (MINE, THEIRS)]
+        assert abs(has[0] - units[0]) <= 1
+        assert sum(has) == 64
 
 
 def test_several_that_cannot_all_be_there_evict_nothing(host: HostTier) -> None:
@@ -139,7 +163,7 @@ def test_several_that_cannot_all_be_there_evict_nothing(host: HostTier) -> None:
 def test_nobody_goes_where_that_could_not_help(host: HostTier, evict: Evict) -> None:
     held = host.reserve(THEIRS, 5, UNIT)
     cache(host, 1, 2)
-    with pytest.raises(OverloadedError, match=r"16384 bytes are needed, 4096 of 32768 .* use: 20480 of other users;"):
+    with pytest.raises(OverloadedError, match=r"16384 bytes are needed, 4096 of 32768 .* use: 20480 of other tenants;"):
         evict(host, MINE, 4)
     assert cached(host) == [1, 2]
     host.release(THEIRS, held, UNIT)
@@ -151,13 +175,13 @@ def test_what_a_user_has_pinned_leaves_the_next_one_its_part(counters: Counters)
     with contextlib.closing(HostTier(tiers_config(64), counters, HostMemory())) as host:
         held = host.reserve(MINE, 59, UNIT)
         host.index.pin(cache(host, 1), 7)
-        may = rf"user {MINE} may have {60 * UNIT} bytes that stay, and has {60 * UNIT}"
+        may = rf"tenant {MINE} may have {60 * UNIT} bytes that stay, and has {60 * UNIT}"
         with pytest.raises(OverloadedError, match=may):
             host.reserve(MINE, 1, UNIT)
         with pytest.raises(OverloadedError, match=may):
             next(host.making_room(MINE, [SpaceRequest(1, UNIT)]))
         assert len(host.reserve(THEIRS, 3, UNIT)) == 3
-        with pytest.raises(OverloadedError, match=f"user {THEIRS} may have {3 * UNIT + UNIT * 3 // 4} bytes"):
+        with pytest.raises(OverloadedError, match=f"tenant {THEIRS} may have {3 * UNIT + UNIT * 3 // 4} bytes"):
             host.reserve(THEIRS, 1, UNIT)
         assert len(host.reserve(ROOT, 1, UNIT)) == 1
         host.release(MINE, held, UNIT)
@@ -174,7 +198,7 @@ def test_who_pins_what_is_said(host: HostTier, evict: Evict) -> None:
     host.index.pin(blocks[:1], 7)
     with pytest.raises(OverloadedError) as error:
         evict(host, MINE, 2)
-    assert "user 1 has 20480 of its 24576 bytes in use" in error.value.detail
+    assert f"tenant {MINE} has 20480 of its 24576 bytes in use" in error.value.detail
     assert error.value.detail.endswith("12288 by instance 7, 8192 by an operator (kvferry cache)")
     assert cached(host) == [1, 2, 3, 4, 5]
     assert host.status(0).pinned_bytes == 5 * UNIT
@@ -192,8 +216,8 @@ def test_what_others_have_is_named_to_root_alone(host: HostTier) -> None:
         assert error.value.retry_after_ms == 250
     host.release(THEIRS, theirs, UNIT)
     begins, pinned = "snapshots and running operations use: 16384 ", "cached blocks are pinned: 8192 "
-    assert said[MINE] == f"{begins}of other users; {pinned}of other users"
-    assert said[0] == f"{begins}of user {THEIRS}; {pinned}by instance 9"
+    assert said[MINE] == f"{begins}of other tenants; {pinned}of other tenants"
+    assert said[0] == f"{begins}of tenant {THEIRS}; {pinned}by instance 9"
 
 
 def test_small_blocks_go_until_a_large_one_has_a_hole(host: HostTier) -> None:

@@ -157,6 +157,29 @@ async def test_there_are_no_more_than_the_index_may_have_in_memory(
         assert tiers.lower.status()[0].blocks == 2
 
 
+async def test_who_has_most_on_disk_gives_first(folder: Path) -> None:
+    """One alone has all of it; what another stores then takes the place of that one's files, up to half of them."""
+    size = await kept(folder, 1)
+    async with harness(32, disk=folder, disk_bytes=8 * size, policy="lru", tenants=(1, 2)) as tiers:
+        await until(lambda: len(tiers.host.index) == 1)
+        space = tiers.namespace
+
+        async def store(tenant: int, *numbers: int) -> None:
+            engine = tiers.engine(tenant)
+            for number, name in zip(numbers, names(*numbers), strict=True):
+                await engine.stored(number)
+                await until(
+                    lambda name=name: (one := tiers.host.index.get(space._replace(tenant=tenant), name)) and one.on_disk
+                )
+            tiers.lose(engine)
+
+        await store(1, *range(2, 9))
+        assert tiers.lower.on_disk() == {1: 8 * size}
+        await store(2, *range(20, 30))
+        its = {tenant: its // size for tenant, its in tiers.lower.on_disk().items()}
+        assert its in ({1: 4, 2: 4}, {1: 3, 2: 5})
+
+
 async def test_those_looked_up_last_stay_and_of_a_prompt_its_beginning(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,8 @@ from tests.kit.devices import DEVICE
 
 SPACES = [Namespace(1, "d", "i", "main", 1), Namespace(1, "d", "i", "swa", 2), Namespace(2, "d", "i", "main", 1)]
 HASHES = [bytes([number]) * 16 for number in range(6)]
-QUOTAS = {1: 3000, 2: 1000}
+BOUNDS = {1: 3000, 2: 1000}
+PARTS = {1: 0.75, 2: 0.25}
 SIZE = 128
 NAMES = HASHES[:4]
 CHAINS = st.integers(1, 4).map(lambda count: NAMES[:count]) | st.lists(st.sampled_from(NAMES), max_size=4)
@@ -80,7 +81,7 @@ class _IndexAgainstDictionaries(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.journal = CacheJournal(10_000)
-        self.index = BlockIndex(self.journal, quota_bytes=999, quotas=QUOTAS, policy="lru")
+        self.index = BlockIndex(self.journal, most_bytes=999, bounds=BOUNDS, parts=PARTS, policy="lru")
         self.ready: dict[tuple[Namespace, bytes], _Known] = {}
         self.writing: dict[tuple[Namespace, bytes], _Known] = {}
         self.gone: list[_Known] = []
@@ -229,12 +230,12 @@ class _IndexAgainstDictionaries(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def evict_of_any(self, data: st.DataObject) -> None:
-        """Evict and skip: always one of the tenant that uses most of its quota and has any left."""
+        """Evict and skip: always one of the tenant that has most by its share and has any left."""
         left = self.evictable()
         for victim in self.index.host_victims():
             shares = {known.space.tenant: self.used_bytes(known.space.tenant) for known in left}
-            assert shares[victim.namespace.tenant] / QUOTAS[victim.namespace.tenant] == max(
-                used / QUOTAS[tenant] for tenant, used in shares.items()
+            assert shares[victim.namespace.tenant] / PARTS[victim.namespace.tenant] == max(
+                used / PARTS[tenant] for tenant, used in shares.items()
             )
             known = next(known for known in left if known.space.tenant == victim.namespace.tenant)
             assert victim is known.block
@@ -345,9 +346,9 @@ class _IndexAgainstDictionaries(RuleBasedStateMachine):
             for name in NAMES:
                 known = self.ready.get((space, name))
                 assert self.index.get(space, name) is (known.block if known else None)
-        for tenant, quota in QUOTAS.items():
+        for tenant, most in BOUNDS.items():
             usage = self.index.accounts[tenant]
-            assert (usage.used_bytes, usage.quota_bytes) == (self.used_bytes(tenant), quota)
+            assert (usage.used_bytes, usage.most_bytes) == (self.used_bytes(tenant), most)
             assert usage.evictable_bytes == SIZE * sum(known.space.tenant == tenant for known in self.evictable())
         pinned = Counter(
             {h: SIZE * sum(k.number > 0 and k.pins[h] > 0 for k in self.known()) for h in (OPERATOR, 1, 2)}
@@ -364,9 +365,9 @@ TestIndex = _IndexAgainstDictionaries.TestCase
 TestIndex.settings = DEVICE.examples(80, stateful_step_count=40)
 
 
-def new_index(*, quota_bytes: int = 1 << 40, policy: str = "reuse") -> tuple[BlockIndex, CacheJournal]:
+def new_index(*, most_bytes: int = 1 << 40, policy: str = "reuse") -> tuple[BlockIndex, CacheJournal]:
     journal = CacheJournal(1000)
-    return BlockIndex(journal, quota_bytes=quota_bytes, policy=policy), journal
+    return BlockIndex(journal, most_bytes=most_bytes, policy=policy), journal
 
 
 def store(index: BlockIndex, hashes: list[bytes], space: Namespace = SPACES[0]) -> list[CachedBlock]:
@@ -383,13 +384,13 @@ def test_the_end_of_a_prefix_goes_before_its_beginning(policy: str) -> None:
     assert list(index.host_victims()) == [blocks[at] for at in (5, 4, 3, 2, 1, 0)]
 
 
-def test_a_tenant_without_a_quota_gives_first_and_one_nobody_heard_of_has_nothing() -> None:
-    index = BlockIndex(CacheJournal(10), quota_bytes=0, quotas=QUOTAS)
+def test_who_has_no_share_gives_first_where_all_is_given_away_and_who_is_unknown_has_nothing() -> None:
+    index = BlockIndex(CacheJournal(10), most_bytes=0, parts={2: 1.0})
     store(index, HASHES[:4], SPACES[2])
     store(index, HASHES[:1], Namespace(3, "d", "i", "main", 1))
     assert next(index.host_victims()).namespace.tenant == 3
-    index, _ = new_index(quota_bytes=50)
-    assert (index.accounts[9].used_bytes, index.accounts[9].quota_bytes) == (0, 50)
+    index, _ = new_index(most_bytes=50)
+    assert (index.accounts[9].used_bytes, index.accounts[9].most_bytes) == (0, 50)
     assert list(index.host_victims(9)) == []
 
 

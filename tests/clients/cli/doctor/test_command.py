@@ -23,10 +23,12 @@ from kvferry.clients.cli.doctor.running import (
     check_daemon,
     check_devices,
     check_directory,
+    check_tenants,
     check_tiers,
     process_behind,
 )
 from kvferry.protocol import VERSION
+from kvferry.protocol.config.schema import Config, TenantConfig
 from kvferry.protocol.session_messages import DeviceStatus, NetworkStatus, StatusReport, TierStatus
 from tests import kit
 from tests.clients.cli.doctor.fake_host import GIB_IN_KIB, MODERN_KERNEL, limits, make_host, npu_files, script
@@ -311,3 +313,23 @@ def test_the_real_ones() -> None:
 def test_addresses_in_each_others_way() -> None:
     own = ("10.0.0.3", "0.0.0.0", "::", "127.0.0.1")  # noqa: S104  addresses to compare with
     assert [Listener(one, 1, None).covers("10.0.0.3") for one in own] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("groups", "finding"),
+    [
+        (("nogroup", 77), Finding("ok", "tenants, with their users and groups: team-a of 3, team-b of 1")),
+        (
+            ("no-such-group",),
+            Finding(
+                "missing",
+                "tenants.team-a.groups has 'no-such-group': this host has no such group",
+                "make it, or give its number",
+            ),
+        ),
+    ],
+)
+def test_a_tenant_whose_group_does_not_exist_is_named(groups: tuple[str | int, ...], finding: Finding) -> None:
+    tenants = {"team-a": TenantConfig(users=(7,), groups=groups), "team-b": TenantConfig(groups=(78,))}
+    assert check_tenants(Config(tenants=tenants)) == finding
+    assert check_tenants(Config()) is None
