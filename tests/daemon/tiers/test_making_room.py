@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from kvferry.daemon.control.dispatch import Answer, Call, expect
+from kvferry.daemon.process import shares
 from kvferry.daemon.tiers import host_tier, snapshots
 from kvferry.daemon.tiers.host_tier import HostTier
 from kvferry.pools.tiers.arena import Offsets
@@ -26,7 +27,7 @@ ALL = (1, 2, 3, 4, 5, 6, 7, 8)
 @pytest.fixture(autouse=True)
 def _one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evict one block, and tell of one use, in a turn of the loop; one user may have all of a tier of few blocks."""
-    monkeypatch.setattr(host_tier, "share", lambda _user, size, of_others: size - of_others)
+    monkeypatch.setattr(shares, "share", lambda _user, size, of_others: size - of_others)
     monkeypatch.setattr(host_tier, "EVICTED_AT_ONCE", 1)
     monkeypatch.setattr(host_tier, "USES_AT_ONCE", 1)
     monkeypatch.setattr(host_tier, "CATCH_UP_TURNS", 8)
