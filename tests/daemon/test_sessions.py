@@ -7,7 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.daemon.control.sessions import SMALL_REPLY_BYTES, Peer, Session, SessionRegistry
+from kvferry.daemon.process.tenants import Tenants
 from kvferry.protocol.codec import Frames
+from kvferry.protocol.config.schema import TenantConfig
+from kvferry.protocol.config.tenants import number_of
 from kvferry.protocol.errors import OverloadedError, ReplyGoneError
 from kvferry.protocol.events import Settled
 from kvferry.protocol.limits import Limits
@@ -33,6 +36,18 @@ def test_a_user_with_many_sessions_keeps_out_neither_the_next_one_nor_root() -> 
                 registry.open("engine", Peer(1, user, user))
                 opened[user] += 1
     assert [*opened.values()] == [960, 60, 4]
+
+
+def test_sessions_that_are_kept_for_a_tenant_nobody_else_opens() -> None:
+    """Half of 1,024; the other half goes to who comes first, but for the 16th that stays."""
+    tenants = Tenants({"team": TenantConfig(users=(2000,), share=0.5)})
+    registry, opened = SessionRegistry(Limits(), tenants), dict.fromkeys((1000, 2000), 0)
+    for user in opened:
+        with pytest.raises(OverloadedError):  # noqa: PT012  once there is no room
+            while True:
+                registry.open("engine", Peer(1, user, user), tenant=number_of("team") if user == 2000 else user)
+                opened[user] += 1
+    assert [*opened.values()] == [481, 510]
 
 
 def test_a_secret_is_not_shown(session: Session) -> None:

@@ -13,7 +13,7 @@ from kvferry.clients import Client, new_request_id, pages
 from kvferry.clients.cli.inspect import status_lines
 from kvferry.clients.cli.main import main
 from kvferry.protocol.ids import ModelIdentity
-from kvferry.protocol.session_messages import DeviceStatus, PoolStatus, StatusReport, TablesStatus
+from kvferry.protocol.session_messages import DeviceStatus, PoolStatus, StatusReport, TablesStatus, TenantStatus
 from tests.kit.daemons import Daemon
 from tests.kit.pools import HYBRID, SPEC
 
@@ -114,6 +114,24 @@ def test_where_a_pool_is_and_whose_memory_it_is() -> None:
         "q 7 9 9 0 1.0 1.00 00000000 some/model@1 npu:1, registered by session 5",
         "r 7 9 9 0 1.0 1.00 00000000 - host, ends with instance 6",
     ]
+
+
+def test_what_each_tenant_has_is_shown_where_there_are_several() -> None:
+    user = TenantStatus(tenant=7, sessions=1, descriptors=3)
+    team = TenantStatus(
+        tenant=1 << 32,
+        name="team-a",
+        share=0.25,
+        kept_bytes=3 << 20,
+        pool_bytes=1 << 30,
+        tier_bytes=2 << 30,
+        disk_bytes=3 << 30,
+    )
+    pools = (POOL, msgspec.structs.replace(POOL, pool="q", tenant=1 << 32))
+    report = msgspec.structs.replace(REPORT, pools=pools, tenants=(user, team))
+    assert rows_of(report, "tenants") == ["7 - 1 3 0.0 0.00 0.00 0.00", "team-a 25% 0 0 3.0 1.00 2.00 3.00"]
+    assert [row.split()[1] for row in rows_of(report, "pools")] == ["7", "team-a"]
+    assert "tenants" not in list(status_lines(msgspec.structs.replace(REPORT, tenants=(user,)), "0" * 32))
 
 
 def test_graph_tables_are_shown() -> None:
