@@ -668,6 +668,7 @@ def main(arguments: list[str] | None = None, tuning: Tuning = DEFAULT_TUNING) ->
         copy_kernel.check_switch()
         read = read_config(options.config, offer(), os.environ)
         config = read.accepted()
+        Tenants(config.tenants)  # an unknown name is refused before anything is taken over
         path = options.runtime_dir or Path(config.runtime_dir or runtime_dirs(os.environ)[0])
         if predecessor is not None:
             check_kept(predecessor.kept)

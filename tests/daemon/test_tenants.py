@@ -10,6 +10,7 @@ from typing import Final
 import pytest
 
 from kvferry.clients import Client
+from kvferry.clients.cli.main import main
 from kvferry.daemon.process.tenants import Tenants
 from kvferry.protocol.base import Body, ErrorReply
 from kvferry.protocol.config.schema import TenantConfig
@@ -153,3 +154,13 @@ def test_a_session_stays_of_its_tenant_whatever_the_configuration_says_then(daem
         assert [one.tenant for one in report.sessions if one.name == "ann"] == [A]
         with Witness.of(daemon, ANN, "again") as again, Witness.of(daemon, BEN, "ben", groups=[0, GROUP]) as ben:
             assert [attached(one, "theirs") for one in (again, ben)] == [False, True]
+
+
+def test_no_daemon_with_a_group_that_does_not_exist_takes_anothers_place(
+    daemon: Daemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.configure(CONFIG.replace(f"groups = [{OTHER_GROUP}]", 'groups = ["no-such-group"]'))
+    with Witness.of(daemon, ANN, "ann") as ann:
+        assert main(["upgrade", "--runtime-dir", os.fspath(daemon.runtime_dir)]) == 1
+        assert "tenants.team-b.groups has 'no-such-group'" in capsys.readouterr().err
+        assert rows(ann.say("STATUS")).keys() == {"team-a"}
