@@ -37,7 +37,7 @@ VLLM_NPU_BIN := $(VENV_VLLM_NPU)/bin
 # One at a time: two installs into one environment would step on each other.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-sglang test-sglang-full test-sglang-npu test-vllm test-vllm-full test-vllm-npu torture check audit sbom bench flame census sync-client peers clean
+.PHONY: help demo test test-full test-sglang test-sglang-full test-sglang-npu test-vllm test-vllm-full test-vllm-npu torture fuzz check audit sbom bench flame census sync-client peers clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -84,6 +84,9 @@ test-vllm-npu: $(STAMPS)/vllm-npu $(STAMPS)/models  ## run those of them that ar
 
 torture: $(STAMPS)/demo $(STAMPS)/mooncake $(STAMPS)/test $(STAMPS)/system  ## kill, stop and starve daemons and engines at work, and check every byte and page (MINUTES=60, SEED=7 repeats, ARGS="--engines 8")
 	@$(BIN)/python -m tests.torture $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+fuzz: $(STAMPS)/fuzz  ## fuzz what reads bytes from outside, guided by coverage, 10 minutes a target (TARGET="codec peer_wire", MINUTES=60)
+	@$(BIN)/python -m tests.fuzz $(TARGET) $(if $(MINUTES),--minutes $(MINUTES))
 
 check: $(STAMPS)/demo $(STAMPS)/test $(STAMPS)/check  ## check style, types and layers
 	$(BIN)/ruff check
@@ -195,6 +198,10 @@ $(STAMPS)/check: $(STAMPS)/base
 
 $(STAMPS)/audit: $(STAMPS)/base
 	$(call install,what audits need,-e '.[audit]')
+	@touch $@
+
+$(STAMPS)/fuzz: $(STAMPS)/test
+	$(call install,the fuzzer,-e '.[fuzz]')
 	@touch $@
 
 # It sees all packages of $(VENV), and torch_npu on top of them. The simulator of CANN is compiled.

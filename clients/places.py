@@ -56,7 +56,7 @@ def place_of(daemons: Sequence[str]) -> str:
 
     It is the kernel's boot and the folder's device and inode; empty where that cannot be seen from here.
     """
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):  # a path may have a character that no path can
         for one in daemons:
             if one.startswith("ipc://"):
                 folder = Path(one.removeprefix("ipc://")).parent.stat()

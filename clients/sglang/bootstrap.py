@@ -122,7 +122,7 @@ class KvferryKVBootstrapServer(CommonKVBootstrapServer):
         body = await request.read()
         try:
             rank = msgspec.json.decode(body, type=PrefillRank)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ValueError) as error:
             return web.Response(text=str(error), status=400)
         if rank.rank not in self._ranks and len(self._ranks) >= MOST_RANKS:
             return web.Response(text=f"{MOST_RANKS} ranks have registered", status=HTTPStatus.INSUFFICIENT_STORAGE)

@@ -157,7 +157,7 @@ class KvferryKVManager(CommonKVManager):
                 reply = session.put(url, data=msgspec.json.encode(rank), timeout=ASK_S)
             reply.raise_for_status()
             self._server = msgspec.json.decode(reply.content, type=PrefillRanks).server
-        except (OSError, msgspec.MsgspecError) as error:  # what requests raises is an OSError
+        except (OSError, msgspec.MsgspecError, ValueError) as error:  # what requests raises is an OSError
             raise InvalidFieldError(
                 f"the bootstrap server does not take where the daemon is ({error}): is another server at its port?",
                 field="disaggregation_bootstrap_port",
@@ -186,7 +186,7 @@ class KvferryKVManager(CommonKVManager):
                 versions = {one.handshake for one in found.ranks} - {HANDSHAKE}
                 if not versions and {one.rank for one in found.ranks} != wanted:
                     raise msgspec.ValidationError(f"{len(found.ranks)} ranks have registered of {len(wanted)}")
-            except (requests.HTTPError, msgspec.MsgspecError) as error:
+            except (requests.HTTPError, msgspec.MsgspecError, ValueError) as error:
                 raise InvalidFieldError(
                     f"the prefill server at {bootstrap_addr} does not say where its daemon is ({error}): start it with "
                     "--disaggregation-transfer-backend kvferry and the same kvferry",

@@ -86,7 +86,7 @@ class LostPools:
     def _read(self) -> list[_Pool]:
         try:
             return msgspec.json.decode(self._folder.read(DEVICE_POOLS_FILE), type=list[_Pool]) if self._folder else []
-        except (OSError, ConfigError, msgspec.MsgspecError):
+        except (OSError, ConfigError, msgspec.MsgspecError, ValueError):
             return []
 
     def _write(self) -> None:

@@ -197,7 +197,7 @@ class StoreLink:
                 self._received(_decoder.decode(await reader.readexactly(size_bytes)))
         except (asyncio.IncompleteReadError, OSError):
             self.kill("")  # it is ending; its exit status tells why
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ValueError) as error:
             self.kill(f"it sent an invalid message: {error}")
 
     def _received(self, message: FromProcess) -> None:

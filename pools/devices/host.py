@@ -422,7 +422,7 @@ def _is_sealed(fd: int) -> bool:
 
 def _map(fd: int, size_bytes: int, *, writable: bool) -> mmap.mmap:
     found, file_bytes = os.fstat(fd).st_size, _file_bytes(fd, size_bytes)
-    if found != file_bytes:
+    if found != file_bytes or not found:
         raise InvalidFieldError(f"the region has {found} bytes, its manifest {size_bytes}", field="region")
     if not _is_sealed(fd):
         raise InvalidFieldError("the region is not sealed: any holder of it could shrink it", field="region")

@@ -203,7 +203,7 @@ def decode_header(data: bytes) -> BlockHeader:
     *_, described = _PREFIX.unpack_from(data)
     try:
         header = msgspec.msgpack.decode(data[_PREFIX.size : _PREFIX.size + described], type=BlockHeader)
-    except msgspec.MsgspecError as cause:
+    except (msgspec.MsgspecError, ValueError) as cause:  # a text that is not UTF-8 is a ValueError
         raise NotABlockError(f"the header's description: {cause}") from cause
     if len(header.digests) != header.block_pages or header_bytes(header.key.namespace) != len(data):
         raise NotABlockError(f"a header of {len(data)} bytes and {len(header.digests)} digests")

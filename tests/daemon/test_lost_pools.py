@@ -31,7 +31,9 @@ def test_what_was_lost_in_one_life_is_not_lost_again_in_the_next(folder: OwnFold
     assert pools.why(7, "decode") is None
 
 
-@pytest.mark.parametrize("content", [b"", b"junk", b"{}", b'[{"tenant": "a"}]', b"[" * 10_000, b"\xff"])
+@pytest.mark.parametrize(
+    "content", [b"", b"junk", b"{}", b'[{"tenant": "a"}]', b"[" * 10_000, b"\xff", b'[{"tenant": 7, "name": "\xff"}]']
+)
 def test_a_file_that_cannot_be_read_is_as_none(folder: OwnFolder, content: bytes) -> None:
     folder.replace(DEVICE_POOLS_FILE, content)
     pools = LostPools(folder)

@@ -24,10 +24,11 @@ from kvferry.daemon.transports.remote import RemoteTransports
 from kvferry.pools.devices.base import Region
 from kvferry.protocol.errors import KvferryError, PeerLostError
 from kvferry.protocol.ids import BootId
-from kvferry.protocol.peer_messages import PeerBody
+from kvferry.protocol.manifests import Manifest
+from kvferry.protocol.peer_messages import PeerBody, ReceiveName
 from tests.kit.peer_network import Connection, Network, ScriptedLinks
 from tests.kit.scripted_remote import ScriptedRemote, SendingKey
-from tests.kit.transfers import ORDERS, PAGE_BYTES, Engine, TransferHarness
+from tests.kit.transfers import ORDERS, PAGE_BYTES, REQUEST, Engine, TransferHarness
 
 
 class Node(TransferHarness):
@@ -372,3 +373,43 @@ class Transfer:
     def succeeds(self) -> None:
         self.ends("OK", "OK")
         assert self.decode.content == self.prefill.content
+
+
+MEETING_PAGES: Final = 2
+
+
+class Meeting:
+    """A node that is home of one transfer and source of another one, both with the same peer.
+
+    ``sent``: whether the peer has sent what the node's receive request waits for.
+    """
+
+    def __init__(self, way: Literal["ipc", "tcp"], *, sent: bool) -> None:
+        self.harness = PeerHarness("node", "peer")
+        self.node, self.peer = self.harness.nodes.values()
+        self.names: list[ReceiveName] = []
+        for home, source, request in ((self.node, self.peer, REQUEST), (self.peer, self.node, "e" * 32)):
+            self._begin(home, source, request, way, send=sent or source is self.node)
+        self.harness.deliver_all()
+
+    def _begin(self, home: Node, source: Node, request: str, way: Literal["ipc", "tcp"], *, send: bool) -> None:
+        decode, prefill = home.session(), source.session()
+        pool, its_pool = home.pool("decode"), source.pool("prefill")
+        ids = home.filled(pool, decode, MEETING_PAGES)
+        address = source.ipc if way == "ipc" else source.tcp
+        home.receive(decode, pool, ids, request=request, source_daemons=(address,))
+        its_ids = source.filled(its_pool, prefill, MEETING_PAGES)
+        if send:
+            source.send(prefill, its_pool, its_ids, request=request)
+        (receive_request,) = home.state_machine.endpoints.receive_requests.values()
+        self.names.append(receive_request.name)
+
+    @property
+    def speaker(self) -> Incarnation:
+        (connection,) = self.node.links.connections.values()
+        assert connection.peer is not None
+        return connection.peer
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.peer.pools[0].manifest

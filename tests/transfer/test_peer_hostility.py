@@ -13,60 +13,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.daemon.transfer.peer_transfers import check_manifest
 from kvferry.pools.layouts import manifest_of
 from kvferry.protocol.base import PageList
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import AccessDeniedError, GeometryMismatchError, InvalidFieldError, KvferryError
 from kvferry.protocol.manifests import Manifest, MhaSpec
-from kvferry.protocol.peer_messages import PeerBody, PeerHeartbeat, PeerHello, PeerSend, ReceiveName, Segment
+from kvferry.protocol.peer_messages import PeerBody, PeerHeartbeat, PeerHello, PeerSend, Segment
 from kvferry.protocol.session_stream import RegionRequest
 from tests.kit.devices import DEVICE
-from tests.kit.peers import Node, PeerHarness, Transfer
-from tests.kit.transfers import REQUEST
+from tests.kit.peers import MEETING_PAGES, Meeting, Transfer
 from tests.protocol.bodies import ids_for, structs_of
 
 BODIES: Final = tuple(kind for kind in get_args(PeerBody) if kind not in {PeerHello, PeerHeartbeat})
 NEAR: Final = st.integers(0, 3)
-PAGES: Final = 2
-
-
-class Meeting:
-    """A node that is home of one transfer and source of another one, both with the same peer.
-
-    ``sent``: whether the peer has sent what the node's receive request waits for.
-    """
-
-    def __init__(self, way: Literal["ipc", "tcp"], *, sent: bool) -> None:
-        self.harness = PeerHarness("node", "peer")
-        self.node, self.peer = self.harness.nodes.values()
-        self.names: list[ReceiveName] = []
-        for home, source, request in ((self.node, self.peer, REQUEST), (self.peer, self.node, "e" * 32)):
-            self._begin(home, source, request, way, send=sent or source is self.node)
-        self.harness.deliver_all()
-
-    def _begin(self, home: Node, source: Node, request: str, way: Literal["ipc", "tcp"], *, send: bool) -> None:
-        decode, prefill = home.session(), source.session()
-        pool, its_pool = home.pool("decode"), source.pool("prefill")
-        ids = home.filled(pool, decode, PAGES)
-        address = source.ipc if way == "ipc" else source.tcp
-        home.receive(decode, pool, ids, request=request, source_daemons=(address,))
-        its_ids = source.filled(its_pool, prefill, PAGES)
-        if send:
-            source.send(prefill, its_pool, its_ids, request=request)
-        (receive_request,) = home.state_machine.endpoints.receive_requests.values()
-        self.names.append(receive_request.name)
-
-    @property
-    def speaker(self) -> Incarnation:
-        (connection,) = self.node.links.connections.values()
-        assert connection.peer is not None
-        return connection.peer
-
-    @property
-    def manifest(self) -> Manifest:
-        return self.peer.pools[0].manifest
 
 
 @st.composite
@@ -88,7 +48,7 @@ LISTS: Final = st.lists(
         PageList,
         component=st.sampled_from(["main", "main", "main", "draft"]),
         first_page=st.sampled_from([0, 0, 0, 1, None, (1 << 62)]),
-        pages=st.integers(0, PAGES + 1),
+        pages=st.integers(0, MEETING_PAGES + 1),
         tokens=st.sampled_from([None, None, 0, 5, 8]),
     ),
     min_size=1,
