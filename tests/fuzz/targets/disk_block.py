@@ -27,7 +27,7 @@ from kvferry.pools.tiers.disk import DiskStore
 from tests.fuzz.inputs import frames_of, joined
 from tests.kit.disk_blocks import block, read, scanned
 
-ROUNDS: Final = 2_000
+ROUNDS: Final = 1_000
 BLOCK: Final = block(1, pages=3, page_bytes=200, parent=b"p" * 16)
 HEADER: Final = new_header(BLOCK.key, 200, tuple(BLOCK.digests), BLOCK.parent, "some/model")
 RIGHT: Final = encode_header(HEADER) + b"".join(BLOCK.pages)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Final, cast
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -31,7 +32,7 @@ from kvferry.pools.records import HEAD_BYTES, MAGIC, MAX_NUMBER, Buffer, Unreada
 from kvferry.pools.tiers.arena import Arena, whole_units
 from kvferry.pools.tiers.index import BlockIndex
 from kvferry.pools.tiers.journal import CacheJournal
-from kvferry.pools.tiers.tier_record import ROW_BYTES, FoundTier, TierRecord, record_bytes
+from kvferry.pools.tiers.tier_record import ROW_BYTES, FoundTier, NamespaceHead, TierRecord, record_bytes
 from kvferry.protocol.errors import KvferryError, UpgradeRefusedError
 from kvferry.protocol.limits import Limits
 from tests.fuzz.inputs import FOLDER, frames_of, joined
@@ -51,6 +52,12 @@ PLACES: Final = (256, 256 + SESSION_BYTES, 256 + 2 * SESSION_BYTES, MAGIC.size +
 
 SLOTS_AT, HEADS_AT, ROWS_AT = UNIT, 2 * UNIT, 2 * UNIT + ARENA_BYTES
 """Of the host tier's record: what each part of it begins with."""
+LAST: Final = NamespaceHead(
+    tenant=0, layout_digest="ab" * 16, identity="cd" * 16, group="main", block_pages=1, page_bytes=UNIT
+)
+"""Of a block that ends where the arena does."""
+
+_ROW: Final = struct.Struct("<16s16sQIIIHBB")
 _U32: Final = struct.Struct("<I")
 _SLOT: Final = struct.Struct("<QQ")
 
@@ -65,6 +72,7 @@ def seeds() -> list[bytes]:
         changes += [[kind], [kind, b"r\x00" + _record(kind, MAGIC.size)], [kind, b"w" + _U32.pack(40) + b"other"]]
     changes += [[b"t", b"h" + bytes((number,)) + content] for number, content in _heads()]
     changes += [[b"t", b"x" + row.tobytes()[8:]] for row in rows if row.any()]
+    changes.append([b"t", b"h\x09" + msgspec.msgpack.encode(LAST), b"x" + _row(head=9, unit=ARENA_BYTES // UNIT - 1)])
     return [joined(frames) for frames in changes]
 
 
@@ -208,6 +216,11 @@ def _record(kind: bytes, at: int) -> bytes:
     content = _content(kind)
     size = _U32.unpack_from(content, at + 8)[0]
     return content[at + HEAD_BYTES : at + HEAD_BYTES + size]
+
+
+def _row(head: int, unit: int) -> bytes:
+    """Return a row of the only page of a block, without its checksum."""
+    return _ROW.pack(b"h" * 16, bytes(16), 1, head, unit, 0, 0, 0, 1)
 
 
 def _heads() -> list[tuple[int, bytes]]:
