@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin
 from unittest import mock
@@ -19,29 +17,32 @@ from kvferry.protocol.config.values import PREFIX, changes, keys_of, shown, sour
 from kvferry.protocol.errors import ConfigError
 from tests.fuzz.inputs import FOLDER, frames_of, joined
 
-ROUNDS: Final = 4_000
+ROUNDS: Final = 2_000
 OFFER: Final = HostOffer(64 << 30, "this host", frozenset({0, 1}))
 SHIPPED: Final = FOLDER.parents[1] / "systemd" / "kvferry.toml"
 VALUES: Final = (
-    False, True, 0, 1, 50, 4096, 1 << 20, 1 << 50, 0.5, "8GiB", "1.5 MiB", "/var/lib/kvferry", "10.0.0.3", "node-3",
-    "tcp://127.0.0.1:7801", "tcp://[fd00::3]:7801", "127.0.0.1:50051", ["npu:0"], {"1000": "4GiB"},
+    "false", "true", "0", "1", "-1", "50", "4096", "1125899906842624", "0.5", "inf", '"8GiB"', '"1.5 MiB"',
+    '"/var/lib/kvferry"', '"10.0.0.3"', '"node-3"', '"tcp://127.0.0.1:7801"', '"tcp://[fd00::3]:7801"',
+    '"127.0.0.1:50051"', '["npu:0"]', '{"1000" = "4GiB"}', "1979-05-27", "[]",
 )  # fmt: skip
+"""As TOML has them; each key takes some."""
 
-
+QUOTE: Final = '"'
 FIELDS: Final = functools.cache(msgspec.structs.fields)
 """It evaluates annotations anew each time, which takes most of the time of reading a configuration."""
 
 
 def seeds() -> list[bytes]:
-    """Return each key with values that its type takes, alone and as a variable; and the file that is shipped."""
-    found = []
+    """Return each key with each value: in the file, as a variable, as both, and beside another kind of section."""
+    found = [SHIPPED.read_text().splitlines()]
     for key, kind in keys_of():
-        for value in _values(kind):
-            table, _, name = key.rpartition(".")
-            lines = [f"[{table}]"] if table else []
-            found.append([*lines, f"{name} = {_toml(value)}"])
-            found.append([f"{variable_of(key)}={value if isinstance(value, str) else _toml(value)}"])
-    found.append(SHIPPED.read_text().splitlines())
+        table, _, name = key.rpartition(".")
+        for value in (*VALUES, *_literals(kind)):
+            lines = [*([f"[{table}]"] if table else []), f"{name} = {value}"]
+            variable = f"{variable_of(key)}={value.strip(QUOTE)}"
+            found += [lines, [variable]]
+            if value == VALUES[0]:
+                found += [[*lines, variable], [f"{table or name} = 1", variable]]
     return [joined([line.encode() for line in lines]) for lines in found]
 
 
@@ -77,18 +78,6 @@ def _take(data: bytes) -> None:
         assert size >= 0
 
 
-def _values(kind: Any) -> Iterator[Any]:  # noqa: ANN401  a type
+def _literals(kind: Any) -> list[str]:  # noqa: ANN401  a type
     parts = [kind, *get_args(kind)]
-    literals = [value for one in parts if get_origin(one) is Literal for value in get_args(one)]
-    for value in (*literals, *VALUES):
-        try:
-            msgspec.convert(1 << 32 if value == "8GiB" else value, kind, str_keys=True)
-        except ValueError:
-            continue
-        yield value
-
-
-def _toml(value: Any) -> str:  # noqa: ANN401  a value of JSON
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(one)}" for key, one in value.items()) + "}"
-    return json.dumps(value)
+    return [f'"{value}"' for one in parts if get_origin(one) is Literal for value in get_args(one)]
