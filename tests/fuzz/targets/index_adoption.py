@@ -166,7 +166,7 @@ def _use_tier(found: FoundTier) -> None:
 
 
 def _edited(kind: bytes, edits: list[bytes]) -> bytearray:
-    memory = bytearray(_content(kind))
+    memory = _scratch(kind)
     for frame in edits:
         change, rest = frame[:1], frame[1:]
         if change == b"w" and memory and len(rest) >= _U32.size:  # bytes somewhere
@@ -175,7 +175,7 @@ def _edited(kind: bytes, edits: list[bytes]) -> bytearray:
             memory[at : at + len(piece)] = piece
         elif change == b"t" and memory and len(rest) >= _U32.size:  # another length
             at = _U32.unpack_from(rest)[0] % (2 * len(memory))
-            memory[at:] = bytes(max(0, at - len(memory)))
+            memory = memory[:at] + bytes(max(0, at - len(memory)))
         elif change == b"r" and rest:  # a record with its checksum
             at = PLACES[rest[0] % len(PLACES)] if kind == b"i" else MAGIC.size
             if at + HEAD_BYTES + len(rest) - 1 <= len(memory):
@@ -205,6 +205,19 @@ def _file(memory: bytearray) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def _scratch(kind: bytes) -> bytearray:
+    """Return what was written; a megabyte is always the same memory, which malloc would scatter others behind."""
+    content = _content(kind)
+    memory = _tier() if kind == b"t" else bytearray(len(content))
+    memory[:] = content
+    return memory
+
+
+@cache
+def _tier() -> bytearray:
+    return bytearray(len(_content(b"t")))
 
 
 @cache
