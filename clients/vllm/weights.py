@@ -10,7 +10,7 @@ import gc
 import hashlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -30,6 +30,9 @@ CHUNK_ROWS: Final = {"cpu": 64}
 """Of which a device sums at once: on a CPU what its cache holds."""
 
 MOST_ROWS: Final = 1 << 16
+
+ABSORBED: Final = ("W_UK_T", "W_UV")
+"""What latent attention makes of the weight of its ``kv_b_proj``; vllm-ascend's sparse one then empties that."""
 
 
 class _Read(NamedTuple):
@@ -105,13 +108,16 @@ class Weights:
         digest = hashlib.blake2b(digest_size=HASH_BYTES)
         packed = []
         try:
-            for where, module in self._modules(self._worker):
+            modules = dict(self._modules(self._worker))
+            absorbed = _absorbed(modules.values())
+            for where, module in modules.items():
                 kernel = getattr(module, "cpu_linear", None)
                 packed += [] if kernel is None else [kernel]
                 for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-                    if kernel is None and name.endswith("weight") and not tensor.numel():
+                    is_empty = kernel is None and name.endswith("weight") and not tensor.numel()
+                    if is_empty and module not in absorbed:
                         raise TypeError(f"{where}.{name} is elsewhere")  # noqa: TRY301  as torch raises
-                    for part in _parts(tensor):
+                    for part in absorbed[module] if is_empty else _parts(tensor):
                         digest.update(f"{where}.{name} {part.dtype} {tuple(part.shape)}\n".encode())
                         for sums in _sums_anywhere(part.detach()):
                             digest.update(sums.cpu().contiguous().numpy().data)
@@ -119,6 +125,16 @@ class Weights:
             logger.warning("kvferry: this server's weights cannot be looked at: %s", error)
             return None
         return _Read(digest.digest(), tuple(packed))
+
+
+def _absorbed(modules: Iterable[torch.nn.Module]) -> dict[torch.nn.Module, list[torch.Tensor]]:
+    """Return what has the weights of modules that may have been emptied."""
+    by_attention: list[Any] = [getattr(one, "impl", None) for one in modules]
+    return {
+        one.kv_b_proj: [getattr(one, name) for name in ABSORBED]
+        for one in by_attention
+        if all(hasattr(one, name) for name in ("kv_b_proj", *ABSORBED))
+    }
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

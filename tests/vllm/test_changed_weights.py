@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +43,18 @@ def engines(kept_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> It
 
 def scaled(served: Served, factor: float, rank: int | None = None) -> None:
     """Scale some weights, as a trainer might; ``rank``: which alone."""
+    served.llm.apply_model(partial(scale, factor, rank))
 
-    def scale(model: Any) -> None:  # noqa: ANN401  vLLM's
-        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank  # noqa: PLC0415
 
-        if rank not in {None, get_tensor_model_parallel_rank()}:
-            return
-        for name, weights in model.named_parameters():
-            if "layernorm" in name:
-                weights.data[::2].mul_(factor)
+def scale(factor: float, rank: int | None, model: Any) -> None:  # noqa: ANN401  vLLM's
+    """Do that in a process of vLLM's."""
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank  # noqa: PLC0415
 
-    served.llm.apply_model(scale)
+    if rank not in {None, get_tensor_model_parallel_rank()}:
+        return
+    for name, weights in model.named_parameters():
+        if "layernorm" in name:
+            weights.data[::2].mul_(factor)
 
 
 @contextlib.contextmanager

@@ -10,13 +10,17 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from vllm.v1.worker.worker_base import WorkerBase
 
 from kvferry.clients import Client, MhaSpec, pages
 from kvferry.clients.vllm.configuration import model_identity
 from kvferry.clients.vllm.metadata import Blocks, Load, Part, Receive, Send, StepWork, Store
+from kvferry.clients.vllm.weights import Weights
 from kvferry.protocol.errors import InvalidFieldError, KvferryError
 from kvferry.protocol.ids import new_request_id
 from kvferry.protocol.tier_messages import CacheGroup
@@ -26,7 +30,7 @@ from tests.kit.daemons import Daemon, soon
 from tests.kit.devices import DEVICE
 from tests.kit.tiers import names
 from tests.vllm.in_process import HOST_TIER
-from tests.vllm.npu.ascend import BLOCK, BLOCKS, HEADS, KINDS, LAYERS, NAMES, WIDTH, Worker, worker
+from tests.vllm.npu.ascend import BLOCK, BLOCKS, HEADS, KINDS, LAYERS, NAMES, WIDTH, Worker, vllm_config, worker
 
 MEMORY = ("registered", "owned")
 
@@ -36,6 +40,18 @@ def _expandable_segments() -> Iterator[None]:
     """Allocate as vllm-ascend has torch_npu allocate by default."""
     with DEVICE.expandable_segments():
         yield
+
+
+class LookedAt(WorkerBase):
+    """A worker of vLLM's with weights; its base's beginnings are left out."""
+
+    def __init__(self, config: Any, model: torch.nn.Module) -> None:  # noqa: ANN401  vLLM's
+        self.vllm_config, self.model_runner = config, None
+        self._model = model
+
+    def get_model(self) -> torch.nn.Module:
+        """Return what has them."""
+        return self._model
 
 
 def fill(one: Worker, blocks: Sequence[int], seed: int) -> list[torch.Tensor]:
@@ -280,3 +296,27 @@ def test_an_allocation_that_the_daemon_has_not_is_refused(kept_daemon: Daemon, m
         start(kind=KINDS["mha"], runner=object),
     ):
         pass
+
+
+def test_weights_that_sparse_attention_has_emptied_are_looked_at_where_they_are(
+    kept_daemon: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It computes with what it has made of them; of a weight that is nowhere each look counts as a change."""
+    model, config = torch.nn.Module(), vllm_config(kept_daemon, "pool", "registered")
+    model.kv_b_proj = torch.nn.Module()
+    model.kv_b_proj.weight = torch.nn.Parameter(torch.empty(0, device=DEVICE.name))
+    holder = LookedAt(config, model)
+    nowhere = Weights(config)
+    assert nowhere.look() != nowhere.look()
+    assert "kv_b_proj.weight is elsewhere" in caplog.text
+    made = {name: torch.ones(4, 8, 16, device=DEVICE.name) for name in ("W_UK_T", "W_UV")}
+    model.attention = torch.nn.Module()
+    vars(model.attention)["impl"] = SimpleNamespace(kv_b_proj=model.kv_b_proj, **made)
+    weights = Weights(config)
+    assert weights.look() == b""
+    for one in made.values():
+        one[1].fill_(2)
+        assert weights.look()
+        one[1].fill_(1)
+        assert weights.look() == b""
+    assert holder.vllm_config is config
