@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import functools
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.kit.documents import section
+from tests.kit.tables import names_in
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "promises.md"
@@ -27,13 +26,6 @@ def promises(page: str) -> list[Promise]:
     rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in row] for row in rows]
     return [Promise(*row) for row in cells if row != ["promise", "test", "limits"]]
-
-
-@functools.cache
-def names_in(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text()) if path.is_file() else ast.Module([], [])
-    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-    return {node.name for node in functions if node.name.startswith("test_")}
 
 
 def missing(promise: Promise) -> list[str]:

@@ -5,20 +5,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Final, get_args
 
 from kvferry.clients.engine_pool import Memory
 from kvferry.clients.sglang import carried, pools
 from tests.kit.folders import REPOSITORY, SMOLLM2, TINY_MHA, TINY_MLA
+from tests.kit.tables import Axes, Tables, head, row, rows_of, with_tables
 from tests.sglang.npu.pools import HYBRIDS, KINDS, SERVED
 from tests.sglang.test_configurations import CONFIGURATIONS
 from tests.sglang.test_draft_servers import SIDES_THAT_DRAFT
 from tests.sglang.test_ranks import PAIRS, SPLIT, TOPOLOGIES, Kind
 
 DOCUMENT: Final = REPOSITORY / "docs" / "sglang.md"
-TABLE: Final = re.compile(r"(<!-- (axes|topologies|states): [^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)
 
 CONFIGURED: Final = "test_configurations.py::test_tokens_are_those_of_a_plain_server"
 BETWEEN: Final = "test_ranks.py::test_tokens_are_those_of_a_plain_server"
@@ -60,7 +59,7 @@ HICACHE: Final = "test_hicache_servers.py"
 FOUND: Final = f"{HICACHE}::test_found_after_a_flush"
 LONG_RUN: Final = "test_long_runs.py::test_tokens_stay_those_of_a_plain_server"
 PAIR: Final = "test_pair.py::test_tokens_are_those_of_a_plain_server"
-AXES: Final[Mapping[str, Mapping[str, list[str] | str]]] = {
+AXES: Final[Axes] = {
     "KV pool": {
         **_configured(lambda name: f"`{CLASSES[CONFIGURATIONS[name].model]}`"),
         f"`{pools.STATES}`": ["test_hybrids.py::test_states"],
@@ -115,41 +114,28 @@ NAMES: Final = {"windows": f"`{pools.WINDOWS}`"}
 """Of kinds that are SGLang's classes."""
 
 
-def with_tables(text: str) -> str:
-    rows = {"axes": _axes, "topologies": _topologies, "states": _states}
-    return TABLE.sub(lambda found: f"{found[1]}{chr(10).join(rows[found[2]]())}\n{found[3]}", text)
-
-
-def _axes() -> Iterator[str]:
-    yield _row("axis", "value", "a pair of servers")
-    yield "|---|---|---|"
-    for axis, values in AXES.items():
-        for value, tests in values.items():
-            yield _row(axis, value, tests if isinstance(tests, str) else ", ".join(f"`{test}`" for test in tests))
-
-
 def _topologies() -> Iterator[str]:
     kinds, others = [NAMES.get(kind, kind) for kind in get_args(Kind)], [f"`{name}`" for name in (*BESIDE, *SAME)]
-    yield _row("prefill to decode", *kinds, *others)
-    yield _row(*["---"] * (1 + len(kinds) + len(others))).replace(" ", "")
+    yield from head("prefill to decode", *kinds, *others)
     same = [f"as {kind}" for kind in SAME.values()]
     for name in TOPOLOGIES:
         beside = ["tested" if name in SPLIT else with_draft for with_draft in BESIDE.values()]
-        yield _row(name, *["tested"] * len(kinds), *beside, *same)
+        yield row(name, *["tested"] * len(kinds), *beside, *same)
 
 
 def _states() -> Iterator[str]:
-    yield _row("SGLang's state type", "component", "what the daemon's pools do not have")
-    yield "|---|---|---|"
+    yield from head("SGLang's state type", "component", "what the daemon's pools do not have")
     for kind, component in carried.COMPONENTS.items():
-        yield _row(f"`{kind.value}`", f"`{component}`", "")
+        yield row(f"`{kind.value}`", f"`{component}`", "")
     for name, missing in carried.MISSING.items():
-        yield _row(f"`{name}`", "refused", missing)
+        yield row(f"`{name}`", "refused", missing)
 
 
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |".replace("|  |", "| |")
-
+TABLES: Final[Tables] = {
+    "axes": lambda: rows_of(AXES, "a pair of servers"),
+    "topologies": _topologies,
+    "states": _states,
+}
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(with_tables(DOCUMENT.read_text()))
+    DOCUMENT.write_text(with_tables(DOCUMENT.read_text(), TABLES))

@@ -111,9 +111,25 @@ def test_unequal_ranks(plain: Plain, tmp_path: Path, name: str) -> None:
         pair.assert_nothing_left()
 
 
-@pytest.mark.parametrize(("prefill", "decode", "apart"), [(32, 64, False), (64, 32, False), (96, 64, True)])
-def test_block_sizes_that_differ(plain: Plain, tmp_path: Path, prefill: int, decode: int, *, apart: bool) -> None:
-    """Prompts that are no multiple of either, in chunks and with a prefix at decode; two ranks to one, where apart."""
+class Sizes(NamedTuple):
+    """Tokens of a block of both sides; ``apart``: on two daemons, two ranks to one."""
+
+    prefill: int
+    decode: int
+    apart: bool = False
+
+
+SIZES: Final = {
+    "32 to 64": Sizes(32, 64),
+    "64 to 32": Sizes(64, 32),
+    "96 to 64, two ranks to one, two daemons": Sizes(96, 64, apart=True),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_block_sizes_that_differ(plain: Plain, tmp_path: Path, name: str) -> None:
+    """Prompts that are no multiple of either, in chunks and with a prefix at decode."""
+    prefill, decode, apart = SIZES[name]
     sides: dict[str, Any] = {
         "prefill_options": {"block_size": prefill, **ranks(2 if apart else 1)},
         "decode_options": {"block_size": decode},

@@ -32,7 +32,8 @@ from tests.kit.pool_specs import (
     page_first_specs,
     pool_specs,
 )
-from tests.pools.layouts.docs_tables import DOCUMENT, with_tables
+from tests.kit.tables import with_tables
+from tests.pools.layouts.docs_tables import DOCUMENT, TABLES
 
 PAGE_FIRST = msgspec.structs.replace(MHA, view="page_first")
 PAGE_FIRST_LATENT = msgspec.structs.replace(JOINED, index_head_dim=None, view="page_first")
@@ -632,4 +633,4 @@ def test_states_of_equal_splits_have_the_same_parts() -> None:
 
 def test_the_documents_tables_are_current() -> None:
     text = DOCUMENT.read_text()
-    assert with_tables(text) == text, "python -m tests.pools.layouts.docs_tables"
+    assert with_tables(text, TABLES) == text, "python -m tests.pools.layouts.docs_tables"

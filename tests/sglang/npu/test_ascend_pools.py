@@ -22,8 +22,9 @@ from kvferry.clients.engine_pool import EnginePool
 from kvferry.clients.sglang import pools
 from kvferry.protocol.errors import InvalidFieldError
 from tests.kit.daemons import Daemon
+from tests.kit.tables import with_tables
 from tests.sglang.in_process import LAST, chosen, current_pool, told, with_draft
-from tests.sglang.npu.docs_table import DOCUMENT, TABLE, with_table
+from tests.sglang.npu.docs_table import DOCUMENT, TABLES
 from tests.sglang.npu.pools import (
     DRAFTS,
     FIA,
@@ -190,8 +191,7 @@ def test_another_device_is_refused_by_name(daemon: Daemon) -> None:
 
 def test_the_documented_table_is_what_these_tests_run() -> None:
     text = DOCUMENT.read_text()
-    assert with_table(text) == text, "python -m tests.sglang.npu.docs_table"
-    assert TABLE.search(text)
+    assert with_tables(text, TABLES) == text, "python -m tests.sglang.npu.docs_table"
     assert {*SERVED, *NOT_SERVED} == {*KINDS, *HYBRIDS}
     for test in SERVED.values():
         module, _, name = test.partition(".")
