@@ -15,6 +15,7 @@ PINS := pyproject.toml constraints.txt
 PEERS := .peers
 SGLANG := 0.5.23
 LMCACHE := 0.5.6
+DATASYSTEM := 0.8.1
 
 # The tests with servers of SGLang: of several of its requirements it needs other versions than kvferry is tested with.
 VENV_SGLANG := .venv-sglang
@@ -105,7 +106,7 @@ sbom: $(STAMPS)/audit  ## build the wheel, and beside it the bill of materials o
 	@$(BIN)/python -m pip --python build/sbom/bin/python install -q -c constraints.txt dist/kvferry-*.whl
 	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o dist/kvferry.cdx.json build/sbom/bin/python
 
-bench: $(STAMPS)/mooncake $(STAMPS)/system $(STAMPS)/npu $(if $(filter sglang,$(NAMES)),$(STAMPS)/sglang $(STAMPS)/models) $(if $(filter vllm,$(NAMES)),$(STAMPS)/vllm $(STAMPS)/models)  ## measure (NAMES="a b" selects, TRACE=FILE replays a trace, DEVICE=cuda:0 is another device, STRICT=1 fails where a target within reach is missed)
+bench: $(STAMPS)/mooncake $(STAMPS)/system $(STAMPS)/npu $(if $(filter sglang,$(NAMES)),$(STAMPS)/sglang $(STAMPS)/models) $(if $(filter vllm,$(NAMES)),$(STAMPS)/vllm $(STAMPS)/models) $(if $(filter robustness,$(NAMES)),$(PEERS)/lmcache/installed-$(LMCACHE) $(PEERS)/datasystem/installed-$(DATASYSTEM))  ## measure (NAMES="a b" selects, TRACE=FILE replays a trace, DEVICE=cuda:0 is another device, STRICT=1 fails where a target within reach is missed)
 	@$(BIN)/python -m benchmarks $(NAMES) $(if $(TRACE),--trace $(TRACE)) $(if $(DEVICE),--device $(DEVICE)) $(if $(STRICT),--strict)
 
 flame: $(STAMPS)/demo $(STAMPS)/system  ## draw where the daemon's time goes when small pages are handed over (FILE=docs/one_page.svg)
@@ -118,7 +119,7 @@ census: $(STAMPS)/test $(STAMPS)/check  ## count the product: lines, modules, ci
 sync-client: $(STAMPS)/test  ## make the synchronous client from the asynchronous one
 	@$(BIN)/python -m tests.clients.unasync
 
-peers: $(PEERS)/sglang/installed-$(SGLANG) $(PEERS)/lmcache/installed-$(LMCACHE) $(PEERS)/vllm/installed  ## fetch what else `make bench` can compare with, into .peers (some 2 GB, and 1.9 GB for vLLM)
+peers: $(PEERS)/sglang/installed-$(SGLANG) $(PEERS)/lmcache/installed-$(LMCACHE) $(PEERS)/datasystem/installed-$(DATASYSTEM) $(PEERS)/vllm/installed  ## fetch what else `make bench` can compare with, into .peers (some 2 GB, and 1.9 GB for vLLM)
 
 clean:  ## remove build results and caches, but not .venv
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
@@ -233,6 +234,17 @@ $(PEERS)/lmcache/installed-$(LMCACHE): $(STAMPS)/venv benchmarks/peers/lmcache.t
 	@$(PEERS)/lmcache/bin/python -m pip install --disable-pip-version-check --no-compile \
 	    -r benchmarks/peers/lmcache.txt
 	@$(PEERS)/lmcache/bin/python -m pip install --disable-pip-version-check --no-compile --no-deps lmcache==$(LMCACHE)
+	@touch $@
+
+# It needs etcd, of whose Debian package only the program is taken: installed, it would run as a service.
+$(PEERS)/datasystem/installed-$(DATASYSTEM): $(STAMPS)/venv
+	@echo "==> making the environment $(PEERS)/datasystem"
+	@$(PYTHON) -m venv --clear $(PEERS)/datasystem
+	@echo "==> installing openYuanrong's datasystem $(DATASYSTEM) and etcd into $(PEERS)/datasystem: 0.2 GB"
+	@$(PEERS)/datasystem/bin/python -m pip install --disable-pip-version-check --no-compile \
+	    openyuanrong-datasystem==$(DATASYSTEM)
+	@cd $(PEERS)/datasystem && { apt-get download -q etcd-server || { apt-get update -q && apt-get download -q etcd-server; }; } && \
+	    dpkg-deb --fsys-tarfile etcd-server_*.deb | tar -xC bin --strip-components=3 ./usr/bin/etcd && rm etcd-server_*.deb
 	@touch $@
 
 # It sees all packages of $(VENV_VLLM), and has what two of vLLM's connectors need on top of them.

@@ -34,6 +34,7 @@ from benchmarks import (
     page_ids,
     planning,
     prefix_cache,
+    robustness,
     sglang,
     tables,
     trace_replay,
@@ -47,8 +48,8 @@ from benchmarks.measure import Effort, Row
 TRACE = "trace"
 """The benchmark that needs a file."""
 
-BY_NAME_ONLY = ("sglang", "vllm")
-"""What takes ten minutes, and an environment of 2.6 GB, each."""
+BY_NAME_ONLY = ("sglang", "vllm", "robustness")
+"""What takes ten minutes or more, and environments of 2 GB, each."""
 
 VARIABLES: dict[str, dict[str, str]] = {"offload": {"GOMP_SPINCOUNT": "10000"}}
 """Of a benchmark's process, unless they are set. torch's threads spin for milliseconds after a call, on the cores that
@@ -80,6 +81,7 @@ BENCHMARKS: dict[str, Callable[[Effort], list[Row]]] = {
     "device_overlap": device_overlap.measure,
     "npu_tables": npu_tables.measure,
     "npu_transfer": npu_transfer.measure,
+    "robustness": robustness.measure,
     "sglang": sglang.measure,
     "vllm": vllm.measure,
 }
