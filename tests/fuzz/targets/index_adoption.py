@@ -148,7 +148,7 @@ def _use_tier(found: FoundTier) -> None:
     arena = Arena(ARENA_BYTES)
     arena.occupy(*found.extents)
     arena.check_integrity()
-    index = BlockIndex(CacheJournal(1 << 10), quota_bytes=ARENA_BYTES)
+    index = BlockIndex(CacheJournal(1 << 10), most_bytes=ARENA_BYTES)
     for blocks in found.blocks:
         head = blocks.head
         names = zip(blocks.hashes, blocks.parents, blocks.depths, strict=True)

@@ -207,7 +207,7 @@ class _Engines:
         self._address = listening.getsockname()
         self._registry = SessionRegistry(LIMITS)
         self._descriptors = Descriptors(4096, lambda: 10)
-        self._kept = Quota("session", MOST_KEPT_BYTES, 2 * MOST_KEPT_BYTES, self._registry.user_of, small=SMALL_BYTES)
+        self._kept = Quota("session", MOST_KEPT_BYTES, 2 * MOST_KEPT_BYTES, self._registry.tenant_of, small=SMALL_BYTES)
         self._live: set[Session] = set()
         self._socket = SessionSocket(
             Listener(Path("session.sock"), listening),
