@@ -271,7 +271,8 @@ def stopped_client(scene: Scene) -> Iterator[None]:
     client.process.send_signal(signal.SIGCONT)
     stored, loaded = client.answer(scene.scale.patience_s), scene.ask(client, "get", number)
     scene.said = (
-        f"its store: {stored.error or 'done'}; its load: {loaded.error or ('done' if loaded.found else 'a miss')}"
+        f"its store: {brief(stored.error) or 'done'}; "
+        f"its load: {brief(loaded.error) or ('done' if loaded.found else 'a miss')}"
     )
 
 
