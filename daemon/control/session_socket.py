@@ -3,11 +3,13 @@
 A session ends at end-of-file or when the process that opened it ends, whichever is seen first: a forked child keeps the
 socket open. A session with ``keep`` survives end-of-file for a while, but not its process. After the opening frame, an
 engine may only send shares of memory that it registers, host memory descriptors (one with each MEMORY frame), and the
-end of its session; any other descriptor ends the session.
+end of its session; any other descriptor ends the session. No call that could wait for whoever sent one
+is made for it, not even to close it: see ``Closer``.
 """
 
 from __future__ import annotations
 
+import array
 import asyncio
 import contextlib
 import errno
@@ -23,7 +25,8 @@ import structlog
 from kvferry.daemon.control.kept_bytes import SHARES
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
-from kvferry.daemon.process.access import Listener
+from kvferry.daemon.process.access import Listener, pass_descriptors
+from kvferry.daemon.process.closer import Closer, is_memory
 from kvferry.daemon.process.descriptors import PER_SESSION, Descriptors
 from kvferry.daemon.process.host import started_at
 from kvferry.daemon.process.tenants import CREDENTIALS
@@ -64,7 +67,8 @@ ACCEPT_BOUND: Final = 16
 ACCEPT_PAUSE_S: Final = 1.0
 _RECEIVE_BYTES: Final = 4096
 MAX_DESCRIPTORS: Final = 2
-"""Descriptors taken by one read: the expected one, and a second to detect surplus ones; the kernel closes the rest."""
+"""Descriptors taken by one read: the expected one, and a second to detect surplus ones."""
+_ANCILLARY_BYTES: Final = socket.CMSG_LEN(MAX_DESCRIPTORS * array.array("i").itemsize)
 
 NOT_KEPT: Final = -1
 """In place of a descriptor that its user may not have any more: it was closed."""
@@ -163,6 +167,14 @@ class Attachments:
         self._memory[message_id] = self._fds.pop(0)
 
 
+def _descriptors_in(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    fds = array.array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(content[: len(content) // fds.itemsize * fds.itemsize])
+    return fds.tolist()
+
+
 def peer_of(channel: socket.socket) -> Peer:
     """Return who connected (SO_PEERCRED)."""
     credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
@@ -214,6 +226,7 @@ class SessionSocket:
         self.counters = counters
         self.region_of = region_of
         self.descriptors = descriptors
+        self.closer = Closer(descriptors)
         self.kept = kept
         self._began = began
         self._ended = ended
@@ -463,6 +476,7 @@ class _Connection:
         self._is_kept = False
         self._attachments = Attachments()
         channel.setblocking(False)  # noqa: FBT003  socket's own signature
+        channel.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)  # or a read passes over bytes, and closes theirs
         loop.add_reader(channel, self.read_all)  # to its end: libuv reports an error once, and watches it no more
         self._timeout = loop.call_later(OPENING_TIMEOUT_S, self.close, "no opening frame in time")
 
@@ -507,15 +521,15 @@ class _Connection:
         """Release everything but the session, which another connection takes over, or which ends."""
         self._closed = True
         self._timeout.cancel()
-        if not self._is_kept:
-            self._loop.remove_reader(self._channel)
         if self._pidfd >= 0:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
-        self._close_socket()
+        if not self._is_kept:
+            self._loop.remove_reader(self._channel)
+            self._close_socket()
 
     def _close_socket(self) -> None:
-        self._channel.close()
+        self._owner.closer.hang_up(self._channel, self.tenant)
         self._attachments.close()
         self._owner.descriptors.give(self._attachments)
         if self._session is not None:
@@ -542,11 +556,21 @@ class _Connection:
         log.info("session kept", session=session.session_id, pid=session.peer.pid, cause=why, grace_s=grace_s)
 
     def _readable(self) -> bool:
-        """Read and handle what has arrived; return whether there was anything."""
+        """Read and handle what has arrived; return whether there was anything.
+
+        Whoever reads a message closes those of its descriptors for which it has no room. So this looks before it reads:
+        a message is read once its descriptors are here, and wait for nobody.
+        """
         try:
-            data, fds, flags, _ = socket.recv_fds(
-                self._channel, _RECEIVE_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            data, ancillary, flags, _ = self._channel.recvmsg(
+                _RECEIVE_BYTES, _ANCILLARY_BYTES, socket.MSG_PEEK | socket.MSG_CMSG_CLOEXEC
             )
+            fds = _descriptors_in(ancillary)
+            if flags & socket.MSG_CTRUNC or not all(map(is_memory, fds)):
+                self._owner.closer.close(fds, self.tenant)
+                self._fail(MalformedError("a descriptor came that no frame names, or that is not of a memfd"))
+                return False
+            self._channel.recv(len(data))
         except BlockingIOError:
             return False
         except OSError as cause:
@@ -564,12 +588,15 @@ class _Connection:
                     self._open(frame)
                 else:
                     self._handle_frame(unpack_attachment(frame), self._session.session_id, SHARE_COPIES * len(frame))
-            self._check_descriptors(flags)
+            self._check_descriptors()
         except KvferryError as error:
-            if self._session is None:
-                self.refuse(error)
-            self.close(str(error))
+            self._fail(error)
         return True
+
+    def _fail(self, error: KvferryError) -> None:
+        if self._session is None:
+            self.refuse(error)
+        self.close(str(error))
 
     def _keep(self, fds: list[int]) -> None:
         """Keep received descriptors, as far as their user may have them."""
@@ -591,10 +618,10 @@ class _Connection:
             if isinstance(frame, ShareFollows):
                 self._owner.kept.keep(session_id, SHARES, size_bytes)
 
-    def _check_descriptors(self, flags: int) -> None:
+    def _check_descriptors(self) -> None:
         """Check that no descriptor has come except one for a frame that is still incomplete."""
         awaited = 0 if self._session is None or self._frames.between_frames else 1
-        if not self._closed and (self._attachments.unexplained > awaited or flags & socket.MSG_CTRUNC):
+        if not self._closed and self._attachments.unexplained > awaited:
             raise MalformedError("descriptors came that no frame names")
 
     def _open(self, frame: bytes) -> None:
@@ -616,6 +643,7 @@ class _Connection:
                 raise OverloadedError(error.detail, remedy=error.remedy).after(RETRY_LATER_MS) from None
             session.keep = opening.keep
         self._session = session
+        pass_descriptors(self._channel, allowed=True)
         self._timeout.cancel()
         self._owner.left(self)
         if not opening.resume:

@@ -7,6 +7,7 @@ who connect meanwhile wait.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -30,6 +31,7 @@ SOCKET_MODE = 0o660
 PEER_SOCKET_MODE = 0o600
 """Whoever may connect to it passes for a daemon, so engines may not."""
 LOCK_FILE = "daemon.lock"
+_SO_PASSRIGHTS: Final = 83
 DEVICE_POOLS_FILE = "device-pools.json"
 HOLDER_SOCKET = "holder.sock"
 KEEPER_SOCKET = "keeper.sock"
@@ -188,8 +190,12 @@ class RuntimeDirectory:
         self._close()
 
     def listen(self, name: str) -> Listener:
-        """Return the socket of this name, which listens from now on; the caller owns it."""
+        """Return the socket of this name, which listens from now on; the caller owns it.
+
+        The kernel lets no descriptors through to its connections, where it can.
+        """
         one = self._listening[name] = self._sockets.pop(name)
+        pass_descriptors(one, allowed=False)
         if name in self._bound:
             one.listen(BACKLOG)
         return Listener(self.path / name, one)
@@ -322,6 +328,18 @@ def bind(path: Path, mode: int) -> socket.socket:
     finally:
         os.umask(umask)
     return made
+
+
+def pass_descriptors(one: socket.socket, *, allowed: bool) -> None:
+    """Have the kernel let descriptors through to a Unix socket or not, where it can.
+
+    Connections that are made to a listening socket have what it has.
+    """
+    try:
+        one.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, int(allowed))
+    except OSError as cause:
+        if cause.errno not in {errno.ENOPROTOOPT, errno.EOPNOTSUPP}:  # before Linux 6.16
+            raise
 
 
 def _close_to_others(folder: OwnFolder) -> None:

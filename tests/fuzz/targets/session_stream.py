@@ -23,6 +23,7 @@ from kvferry.daemon.control.session_socket import SessionSocket
 from kvferry.daemon.control.sessions import Session, SessionRegistry
 from kvferry.daemon.control.zmtp import GREETING, IncomingStream, encoded, frame
 from kvferry.daemon.process.access import Listener
+from kvferry.daemon.process.closer import Closer
 from kvferry.daemon.process.descriptors import Descriptors, count_open
 from kvferry.daemon.quota import Quota
 from kvferry.pools.devices.host import HostRegion
@@ -81,7 +82,7 @@ def take_one_input(data: bytes) -> None:
     """Say what the steps say; nothing is raised, and all is given back in the end."""
     steps = frames_of(data)
     _read_zmtp([_zmtp_of(one) for one in steps if one[:1] in {b"z", b"y", b"Y"}])
-    _region(), _nothing()  # once for all inputs
+    _region(), _memory(), _nothing()  # once for all inputs
     before = count_open()
     engines = _Engines()
     try:
@@ -221,6 +222,7 @@ class _Engines:
             self._kept,
             resume_grace_s=10,
         )
+        self._socket.closer = Closer(self._descriptors, lambda call: call())
         self._socket.start(cast("asyncio.AbstractEventLoop", self._loop), lambda _identity: None)
         self._connections: dict[int, socket.socket] = {}
 
@@ -268,12 +270,13 @@ class _Engines:
         assert self._kept.total <= 3 * MOST_KEPT_BYTES
 
     def _say(self, number: int, data: bytes, fds: int) -> None:
+        """Send with the data as many descriptors, of which a third is of something else than memory."""
         channel = self._connections.get(number)
         if channel is None or not data:
             return
         channel.setblocking(False)  # noqa: FBT003  socket's own signature
         with contextlib.suppress(OSError):  # the daemon has closed it
-            socket.send_fds(channel, [data], [_nothing()] * fds)
+            socket.send_fds(channel, [data], [_memory(), _memory(), _nothing()][:fds])
 
     def _end(self, number: int) -> None:
         if number in self._connections:
@@ -307,6 +310,11 @@ def _region_of(asked: RegionRequest) -> HostRegion:
 @cache
 def _region() -> HostRegion:
     return HostRegion.create("mine", 4096)
+
+
+@cache
+def _memory() -> int:
+    return os.memfd_create("fuzzed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 @cache
