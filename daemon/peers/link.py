@@ -17,7 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.daemon.control.metrics import Counters
 from kvferry.daemon.transfer.endpoints import Incarnation
-from kvferry.protocol.addresses import TCP, is_v6, scheme
+from kvferry.protocol.addresses import IPC, TCP, is_v6, scheme
 from kvferry.protocol.codec import Frames, PageIds
 from kvferry.protocol.errors import (
     InvalidFieldError,
@@ -205,6 +205,7 @@ class PeerLink:
         claimed_key: the last key that anybody named for this address: we greet with it.
         guest_of: the host, or user of this one, whose message alone has named this address; None once it is up, or an
             engine here asks for it.
+        named_by: the tenants whose transfers have named this address.
         heard_on: the connection on which the peer last spoke.
         heard_key: the key with which it did; None without keys.
         left: the connection on which it spoke before that one: a late answer on it does not mean that it has returned.
@@ -222,6 +223,7 @@ class PeerLink:
         self.address = address
         self.used_at = time.monotonic()
         self.guest_of = guest_of
+        self.named_by: set[int] = set()
         self.key = new_key()
         self.peer_key = self.claimed_key = ""
         self.terms = owner.terms
@@ -292,6 +294,16 @@ class PeerLink:
         node = self.keys.their.name if self.keys else ""
         used = tuple(dict.fromkeys(key.short for key in keys))
         return LinkStatus(self.address, state, round(1e6 * self._round_trip_s), quiet_ms, why, node, used)
+
+    @property
+    def is_proven(self) -> bool:
+        """Return whether the peer is up, and no engine in its place: it has a node's key, or a trusted folder."""
+        return self.peer is not None and (self.keys is not None or scheme(self.address) == IPC)
+
+    @property
+    def is_public(self) -> bool:
+        """Return whether more than some tenants' transfers speak for a daemon there: it has answered or called here."""
+        return self._was_up or not self.named_by
 
     def quiet_s(self, now: float) -> float:
         """Return for how many seconds it has been down and unused; 0 while it is up."""

@@ -61,6 +61,7 @@ from kvferry.daemon.process.descriptors import Descriptors
 from kvferry.daemon.transfer.endpoints import Incarnation
 from kvferry.protocol.addresses import IPC, TCP, is_loopback, is_numeric, scheme, wrong_address, wrong_port
 from kvferry.protocol.codec import Frames, PageIds
+from kvferry.protocol.config.tenants import whose
 from kvferry.protocol.errors import (
     AccessDeniedError,
     ConfigError,
@@ -294,8 +295,10 @@ class PeerLinks:
         """Return whether an address is one of this daemon's."""
         return address in self.addresses.values()
 
-    def connect(self, address: str, field: str = "address") -> Incarnation | None:
+    def connect(self, address: str, field: str = "address", tenant: int | None = None) -> Incarnation | None:
         """Ensure that there is a link; return the incarnation that can be sent to, if it is up.
+
+        ``tenant``: whose transfer names the address. It may have a share of the links.
 
         Raises:
             InvalidFieldError: the address is invalid, or too many other daemons are known.
@@ -303,12 +306,33 @@ class PeerLinks:
         link = self._links.get(address)
         if link is None:
             self.check_reachable(address, field)
+            if tenant is not None:
+                self._check_share(address, field, tenant)
             if len(self._links) >= self._max_links and not (self._drop_guest() or self._drop_one()):
                 raise InvalidFieldError(f"{address}: {len(self._links)} other daemons are known already", field=field)
             link = self._links[address] = PeerLink(self, address, field, None)
         link.guest_of = None
+        if tenant is not None:
+            link.named_by.add(tenant)
         link.used_at = time.monotonic()
         return link.peer
+
+    def _check_share(self, address: str, field: str, tenant: int) -> None:
+        """Check that a tenant has not named too many addresses at which no daemon has proved itself.
+
+        Raises:
+            InvalidFieldError: it has, and all of them are needed.
+        """
+        used = Counter([one for link in self._links.values() if not link.is_proven for one in link.named_by])
+        if used[tenant] >= self._descriptors.most_links(tenant, used) and not self._drop_one(of=tenant):
+            raise InvalidFieldError(
+                f"{address}: transfers of {whose(tenant)} wait for {used[tenant]} other daemons (your bound)",
+                field=field,
+            )
+
+    def known_to(self, tenant: int | None) -> set[str]:
+        """Return the addresses that a tenant may be told: not those that only transfers of others have named."""
+        return {link.address for link in self._links.values() if link.is_public or tenant in link.named_by}
 
     def send(self, peer: Incarnation, body: PeerBody, ids: Sequence[PageIds] = ()) -> bool:
         """Send a message to an incarnation; return False, with nothing sent, where it is gone.
@@ -533,6 +557,7 @@ class PeerLinks:
         self._cut(link, why)
         try:
             self.connect(link.address)
+            self._links[link.address].named_by |= link.named_by
         except (InvalidFieldError, OverloadedError) as error:
             log.warning("a peer was not connected to again", cause=str(error))
 
@@ -562,14 +587,17 @@ class PeerLinks:
             self._drop(guest)
         return guest is not None
 
-    def _drop_one(self, quiet_s: float = 0.0) -> bool:
+    def _drop_one(self, quiet_s: float = 0.0, of: int | None = None) -> bool:
         """Drop the least recently used link that is down and not needed; return whether there was one.
 
-        Even when links are short, each has ``timeout_ms`` to come up.
+        ``of``: of those that transfers of this tenant alone have named. Even when links are short, each has
+        ``timeout_ms`` to come up.
         """
         now = time.monotonic()
         min_s = max(quiet_s, self.heartbeat.timeout_ms / 1000)
         quiet = [link for link in self._links.values() if link.quiet_s(now) > min_s]
+        if of is not None:
+            quiet = [link for link in quiet if link.named_by == {of}]
         for link in heapq.nsmallest(NEEDED_CHECKS, quiet, key=lambda link: link.used_at):
             if self.listener is not None and self.listener.is_needed(link.address):
                 link.used_at = now

@@ -19,7 +19,7 @@ import os
 import resource
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, Literal
 
 import structlog
@@ -119,6 +119,15 @@ class Descriptors:
         return DescriptorsStatus(
             open=self._count(), limit=self.limit, promised=self.promised(), room=self.room, listening=listening
         )
+
+    def most_links(self, tenant: int, used: Mapping[int, int]) -> int:
+        """Return how many links transfers of a tenant may have that no daemon has proved; some are for who calls here.
+
+        Args:
+            tenant: who asks.
+            used: what each has.
+        """
+        return self._shares.most(tenant, self.links - max(1, self.links // 8), used)
 
     def begin(self) -> None:
         """Take what is open now, before anybody has connected, out of the room, except what was adopted."""

@@ -74,13 +74,13 @@ class Overview:
         assert isinstance(asked, Status), asked
         tenant = self._control.tenant_of(call.identity)
         if self._control.is_of_session(call.identity):
-            return seen_by(self._report(asked), tenant)
+            return seen_by(self._report(asked), tenant, self._parts.links.known_to(tenant))
         now_s, worked_s = time.monotonic(), time.thread_time()
         report, until_s = self._last_reports.get(asked, (None, 0.0))
         if report is None or now_s >= until_s:
             report = self._report(asked)
             self._last_reports[asked] = report, now_s + REPORT_KEPT * (time.thread_time() - worked_s)
-        return seen_by(report, tenant)
+        return seen_by(report, tenant, self._parts.links.known_to(tenant))
 
     def _report(self, asked: Status) -> StatusReport:
         of = self._parts

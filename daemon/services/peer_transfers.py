@@ -63,8 +63,8 @@ class PeerMessenger:
         """Show how many messages wait for their daemons."""
         return f"<PeerMessenger unsent={len(self._unsent)}>"
 
-    def source_daemons(self, addresses: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the daemons that a RECEIVE names, without this one, and connect to them.
+    def source_daemons(self, addresses: tuple[str, ...], tenant: int) -> tuple[str, ...]:
+        """Return the daemons that a tenant's RECEIVE names, without this one, and connect to them.
 
         Raises:
             InvalidFieldError: one of them cannot be reached from here.
@@ -75,10 +75,10 @@ class PeerMessenger:
                     f"{address}: this daemon has no bounce buffers; set network.transport in its configuration",
                     field=f"source_daemons[{addresses.index(address)}]",
                 )
-        return self.other_daemons(addresses, "source_daemons")
+        return self.other_daemons(addresses, "source_daemons", tenant)
 
-    def other_daemons(self, addresses: tuple[str, ...], field: str) -> tuple[str, ...]:
-        """Return the daemons that a message's field names, without this one, and connect to them.
+    def other_daemons(self, addresses: tuple[str, ...], field: str, tenant: int) -> tuple[str, ...]:
+        """Return the daemons that a field of a tenant's message names, without this one, and connect to them.
 
         Raises:
             InvalidFieldError: one of them cannot be reached from here.
@@ -87,7 +87,7 @@ class PeerMessenger:
         for address in others:
             where = f"{field}[{addresses.index(address)}]"
             self._links.check_reachable(address, where)
-            self._links.connect(address, where)  # now, as a message cannot be refused once it is accepted
+            self._links.connect(address, where, tenant)  # now, as a message cannot be refused once it is accepted
         return others
 
     def pool_removed(self, pool: Pool) -> None:

@@ -1,10 +1,13 @@
 """What of STATUS a tenant is shown: what is its own, and totals of what is others'. Pure; knows no socket.
 
-Root and the daemon's own user are shown everything: they could read it from the daemon's memory. Devices, tiers, other
-daemons, descriptors and counters are the daemon's, without anybody's names, and are shown to all.
+Root and the daemon's own user are shown everything: they could read it from the daemon's memory. Devices, tiers,
+descriptors and counters are the daemon's, without anybody's names, and are shown to all; so are other daemons, but for
+addresses that only others' transfers have named.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import msgspec
 
@@ -12,8 +15,11 @@ from kvferry.daemon.process.access import may_see_all
 from kvferry.protocol.session_messages import OthersStatus, StatusReport
 
 
-def seen_by(report: StatusReport, tenant: int | None) -> StatusReport:
-    """Return a report with what is others' as totals, unless the tenant may see all."""
+def seen_by(report: StatusReport, tenant: int | None, daemons: Collection[str]) -> StatusReport:
+    """Return a report with what is others' as totals, unless the tenant may see all.
+
+    ``daemons``: the addresses of other daemons that it may be told.
+    """
     if may_see_all(tenant):
         return report
     sessions = tuple(one for one in report.sessions if one.tenant == tenant)
@@ -32,6 +38,7 @@ def seen_by(report: StatusReport, tenant: int | None) -> StatusReport:
         operations=operations,
         tables=tables,
         recent=tuple(one for one in report.recent if one.tenant == tenant),
+        peers=tuple(one for one in report.peers if one.address in daemons),
         configuration={},
         tenants=tuple(one for one in report.tenants if one.tenant == tenant),
         others=OthersStatus(

@@ -205,7 +205,7 @@ class TransferService:
     ) -> Answer:
         daemons = body.source_daemons
         if daemons:
-            daemons = self._messenger.source_daemons(daemons)
+            daemons = self._messenger.source_daemons(daemons, call.session.tenant)
         began_s = time.perf_counter()
         accepted = self._state_machine.receive(
             context, ranges, body.sources, body.destinations, daemons, body.source_pools, checksums=body.checksums
@@ -267,7 +267,7 @@ class TransferService:
 
     def _abandon(self, call: Call) -> Answer:
         body = expect(call, Abandon)
-        daemons = self._messenger.other_daemons(body.daemons, "daemons")
+        daemons = self._messenger.other_daemons(body.daemons, "daemons", call.session.tenant)
         half = Half(call.session.tenant, body.request_id, body.direction)
         error = PeerCancelledError(f"the peer abandoned the request{body.reason and f': {body.reason}'}")
         failed = self._state_machine.abandon(half, error, time.monotonic(), daemons)

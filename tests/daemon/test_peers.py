@@ -541,6 +541,7 @@ async def test_the_end_waits_for_nobody_who_does_not_listen(daemon: Daemon, scri
     assert time.monotonic() - began < 20 * peers.LINGER_MS / 1000
 
 
+EVIL, TENANT = 4001, 4002
 OWN_FILES = 64
 """More than the links need for themselves, whoever the peers are."""
 
@@ -594,6 +595,57 @@ async def test_the_longest_unused_link_makes_room(
     assert [address for address, _ in states(daemon)] == [other.address, needed, used, late]
     with pytest.raises(InvalidFieldError, match="4 other daemons"):
         daemon.links.connect(last)
+
+
+async def test_what_one_tenant_names_leaves_room_for_the_next_and_for_who_calls(
+    tmp_path: Path, start: MakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "Descriptors", lambda: Descriptors(32 * 8 * PER_LINK))
+    daemon, other, third = (start(tmp_path / f"{name}.sock") for name in ("peer", "other", "third"))
+
+    def name_all(tenant: int) -> int:
+        """Name addresses until no more are taken; return how many were."""
+        for number in range(peers.MAX_PEERS):
+            try:
+                daemon.links.connect(f"ipc://{tmp_path}/{tenant}-{number}", tenant=tenant)
+            except InvalidFieldError:
+                return number
+        raise AssertionError
+
+    daemon.links.connect(other.address, tenant=EVIL)
+    await daemon.until(lambda: daemon.up)
+    assert daemon.links.known_to(TENANT) == {other.address}, "it has proved itself"
+    assert name_all(EVIL) == 26
+    assert name_all(TENANT) == 1
+    await third.meets(daemon)
+    assert len(daemon.links.known_to(EVIL)) == 26 + 2
+    assert daemon.links.known_to(TENANT) == {other.address, third.address, f"ipc://{tmp_path}/{TENANT}-0"}
+    assert daemon.links.known_to(None) == {other.address, third.address}
+
+
+async def test_a_tenant_at_its_bound_gives_up_what_only_it_has_named_and_nobody_needs(
+    tmp_path: Path, start: MakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=time.monotonic())
+    for module in (peers, one_link):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(peers, "Descriptors", lambda: Descriptors(4 * 8 * PER_LINK))
+    daemon = start(tmp_path / "peer.sock")
+    first, second, third, last = (f"ipc://{tmp_path}/{number}" for number in range(4))
+    daemon.links.connect(first, tenant=EVIL)
+    daemon.links.connect(second, tenant=EVIL)
+    with pytest.raises(InvalidFieldError, match="your bound") as refused:
+        daemon.links.connect(third, "source_daemons[3]", EVIL)
+    assert refused.value.field == "source_daemons[3]"
+    clock.now += 3  # more than the timeout: they have had their chance
+    daemon.links.connect(second, tenant=TENANT)
+    daemon.links.connect(third, tenant=EVIL)
+    assert [address for address, _ in states(daemon)] == [second, third]
+    daemon.needed = third
+    clock.now += 3
+    with pytest.raises(InvalidFieldError, match="your bound"):
+        daemon.links.connect(last, tenant=EVIL)
+    assert [address for address, _ in states(daemon)] == [second, third], "one that another has named, one it needs"
 
 
 async def test_links_that_nobody_needs_are_dropped(

@@ -21,7 +21,8 @@ def work(client: Client, name: str) -> None:
     client.create_tables(f"{name}-tables", name, max_batch=1, max_context_tokens=4)
     ids = client.allocate(name, 16)
     snapshot = client.wait_done(client.offload(name, [pages(ids[:1])])).snapshot
-    client.receive(name, new_request_id(), [pages(ids[1:2])])
+    here = client.status().addresses[0]
+    client.receive(name, new_request_id(), [pages(ids[1:2])], source_daemons=[here + f".{name}"])
     client.wait_accepted(client.restore(name, snapshot))
 
 
@@ -42,6 +43,8 @@ def test_another_user_is_told_nothing_of_ours_but_totals(daemon: Daemon, client:
     whole = client.status()
     assert whole.others is None
     with_session, without = said_by_another_user(daemon, STRANGER).splitlines()
+    assert [one.address for one in whole.peers] == [whole.addresses[0] + ".secret"]
+    assert ".own'" in with_session, "what it has named itself"
     [pool] = whole.pools
     totals = f"users=1, pools=1, region_bytes={pool.region_bytes}, sessions=1, transfers=1, operations=1, tables=1"
     for seen, count in ((with_session, 1), (without, 0)):

@@ -96,7 +96,12 @@ class ScriptedLinks:
         assert self.listener is not None
         return self.listener
 
-    def connect(self, address: str, field: str = "address") -> Incarnation | None:  # noqa: ARG002  takes any address
+    def connect(
+        self,
+        address: str,
+        field: str = "address",  # noqa: ARG002  takes any address
+        tenant: int | None = None,  # noqa: ARG002  of any tenant
+    ) -> Incarnation | None:
         return self._connection(address).peer
 
     def send(self, peer: Incarnation, body: PeerBody, ids: Sequence[PageIds] = ()) -> bool:

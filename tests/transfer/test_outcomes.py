@@ -692,7 +692,7 @@ def test_a_daemon_that_is_not_there_is_named_as_long_as_it_is_waited_for(apart: 
 
 def test_a_daemon_is_not_its_own_source(apart: Transfer) -> None:
     own, other = apart.address(apart.home), apart.address(apart.source)
-    assert apart.home.messenger.source_daemons((other, own, other)) == (other,)
+    assert apart.home.messenger.source_daemons((other, own, other), 0) == (other,)
 
 
 def test_only_the_home_of_a_receive_may_refuse_its_send(apart: Transfer) -> None:
