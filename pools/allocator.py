@@ -8,8 +8,7 @@ page: never free, never owned. An owner is a number above 0; the allocator knows
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,12 +27,9 @@ Owners = npt.NDArray[np.int32]
 Flags: TypeAlias = npt.NDArray[np.bool_] | npt.NDArray[np.int32]
 """``(n,)``, set where not 0."""
 
-WALK_PAGES = 1 << 17  # of a check of all pages, before it may be paused: about a millisecond
-SCAN_PAGES = 1 << 10  # first window of the search for free pages; each further window is twice as wide, up to
-SCAN_MOST = 1 << 20
-MANY = 1 << 14  # pages that are allocated by ranges, where a range has few others
-_DENSE = 8  # pages of a range for each one that is meant, up to which it costs less to go through the range
-STRETCH_PAGES = 1 << 10  # of which is known whether they are all taken, so that nobody looks for a free one there
+_WALK_PAGES = 1 << 17  # of a check of all pages, before it may be paused: about a millisecond
+_SCAN_PAGES = 1 << 10  # first window of the search for free pages; each further window is twice as wide
+_STRETCH_PAGES = 1 << 10  # of which is known whether they are all taken, so that nobody looks for a free one there
 
 
 class FreedPages(NamedTuple):
@@ -104,9 +100,8 @@ class PageAllocator:
         self._free = self._owner == NOBODY
         self._free[PADDING_PAGE] = False
         self._free_count = int(np.count_nonzero(self._free))
-        self._owned = {} if owners is None else self._owned_in(slice(pages))
         self._lowest_free = int(np.argmax(self._free)) if self._free_count else pages
-        self._full = np.zeros(-(-pages // STRETCH_PAGES), np.bool_)  # no page of the stretch is free
+        self._full = np.zeros(-(-pages // _STRETCH_PAGES), np.bool_)  # no page of the stretch is free
         self._readers = np.zeros(pages, np.int32)
         self._reader_counts = self._readers.data
         self._writing = np.zeros(pages, np.bool_)
@@ -143,10 +138,10 @@ class PageAllocator:
     def counts(self) -> PageCounts:
         """Count the pages of each state: some ms for a million pages, unless nothing has changed since."""
         if self._counted is None or self._counted[0] != self.changes:
-            self._counted = (self.changes, self._page_counts())
+            self._counted = (self.changes, self._count())
         return self._counted[1]
 
-    def _page_counts(self) -> PageCounts:
+    def _count(self) -> PageCounts:
         releasing = int(np.count_nonzero(self._doomed))
         owned = self.capacity - self._free_count - releasing
         held = ~self._doomed
@@ -162,45 +157,22 @@ class PageAllocator:
 
     def pages_by_owner(self) -> dict[int, int]:
         """Return the number of pages of each owner that has any."""
-        return {owner: self._owned[owner] for owner in sorted(self._owned)}
-
-    def _owned_in(self, part: slice) -> dict[int, int]:
-        """Return how many of these pages each owner has that has any."""
-        counts = np.bincount(self._owner[part])
+        counts = np.bincount(self._owner)
         return {int(owner): int(counts[owner]) for owner in np.flatnonzero(counts) if owner != NOBODY}
 
     def owned(self) -> list[OwnedPages]:
         """Return what each owner has; some ms for a million pages."""
-        owners = max(self._owned, default=NOBODY) + 1
-        busy, oldest = np.zeros(owners, np.int64), np.full(owners, np.iinfo(np.int32).max, np.int32)
-        for part in self._parts():
-            owner = self._owner[part]
-            held = owner[(self._readers[part] > 0) | self._writing[part]]
-            if len(held):
-                busy += np.bincount(held, minlength=owners)
-            starts = np.flatnonzero(np.diff(owner, prepend=-1))  # of the runs of pages of one owner
-            np.minimum.at(oldest, owner[starts], np.minimum.reduceat(self._since_s[part], starts))
+        pages = np.bincount(self._owner)
+        busy = np.bincount(self._owner, weights=(self._readers > 0) | self._writing)
+        oldest = np.full(len(pages), np.iinfo(np.int32).max, np.int32)
+        np.minimum.at(oldest, self._owner, self._since_s)
         now_s = int(self._clock() - self._began_s)
-        return [
-            OwnedPages(one, pages, int(busy[one]), now_s - int(oldest[one]))
-            for one, pages in self.pages_by_owner().items()
-        ]
+        owners = (int(one) for one in np.flatnonzero(pages) if one != NOBODY)
+        return [OwnedPages(one, int(pages[one]), int(busy[one]), now_s - int(oldest[one])) for one in owners]
 
     def pages_of(self, owner: int) -> PageIds:
         """Return the page ids of an owner, ascending."""
         return np.flatnonzero(self._owner == owner)
-
-    def walk_pages_of(self, owner: int) -> Iterator[PageIds]:
-        """Yield the page ids of an owner, ascending, a few at a time: of each page as it is when it is looked at."""
-        for part in self._parts():
-            ids = np.flatnonzero(self._owner[part] == owner)
-            ids += part.start
-            yield ids
-
-    def _parts(self) -> Iterator[slice]:
-        """Yield all pages, in parts that fit into the processor's caches."""
-        for first in range(0, self._pages, WALK_PAGES):
-            yield slice(first, min(first + WALK_PAGES, self._pages))
 
     def is_busy(self, ids: PageIds) -> bool:
         """Return whether any of these pages has a reader or a writer."""
@@ -213,41 +185,14 @@ class PageAllocator:
             PoolFullError: fewer pages are free; none is allocated.
         """
         if count > self._free_count:
-            self.check_free(count)
+            raise PoolFullError(f"{count} pages asked for, {self._free_count} of {self.capacity} free", field="count")
         ids = self._find_free(count)
         self.changes += 1
+        self._free[ids] = False
         self._free_count -= count
-        self._owned[owner] = self._owned.get(owner, 0) + count
-        since_s = self._clock() - self._began_s
-        if count < MANY or ids[-1] - ids[0] > _DENSE * count:
-            self._free[ids] = False
-            self._owner[ids] = owner
-            self._since_s[ids] = since_s
-        else:
-            span = slice(ids[0], ids[-1] + 1)  # of which all free pages are taken
-            taken = self._free[span].copy()
-            np.copyto(self._owner[span], owner, where=taken)
-            np.copyto(self._since_s[span], int(since_s), where=taken)
-            self._free[span] = False
+        self._owner[ids] = owner
+        self._since_s[ids] = self._clock() - self._began_s
         return ids
-
-    def check_free(self, count: int) -> None:
-        """Check that so many pages are free.
-
-        Raises:
-            PoolFullError: fewer are.
-        """
-        if count > self._free_count:
-            raise PoolFullError(f"{count} pages asked for, {self._free_count} of {self.capacity} free", field="count")
-
-    def give_all(self, owner: int) -> None:
-        """Let ``owner`` have every page of a new pool."""
-        self.changes += 1
-        self._owner[PADDING_PAGE + 1 :] = owner
-        self._free[:] = False
-        self._full[:] = True
-        self._lowest_free, self._free_count = self._pages, 0
-        self._owned[owner] = self.capacity
 
     def free(self, owner: int, ids: PageIds, field: str = "pages") -> FreedPages:
         """Free pages of ``owner``: all or none. A page in flight becomes doomed.
@@ -265,32 +210,7 @@ class PageAllocator:
 
     def release_owner(self, owner: int) -> FreedPages:
         """Free every page of ``owner``; pages in flight become doomed."""
-        its = self._owner == owner
-        count = int(np.count_nonzero(its))
-        if self._pages > _DENSE * count:
-            return self._release(owner, np.flatnonzero(its))
-        return self._release_most(owner, its, count)
-
-    def _release_most(self, owner: int, its: npt.NDArray[np.bool_], count: int) -> FreedPages:
-        """Free the pages of which ``its`` is set, a large part of all."""
-        busy = (self._readers > 0) | self._writing
-        busy &= its
-        freed = count - int(np.count_nonzero(busy))
-        full = np.zeros(len(self._full) * STRETCH_PAGES, np.bool_)
-        np.greater(its, busy, out=full[: self._pages])
-        has_free = full.reshape(-1, STRETCH_PAGES).any(axis=1)
-        lowest = int(np.argmax(full)) if freed else self._pages  # from here on there is no need of memory
-        self.changes += 1
-        del self._owned[owner]
-        np.copyto(self._owner, NOBODY, where=its)
-        self._doomed |= busy
-        self._free |= full[: self._pages]
-        self._full &= ~has_free
-        self._lowest_free = min(self._lowest_free, lowest)
-        self._free_count += freed
-        if freed:
-            self._tell()
-        return FreedPages(freed, count - freed)
+        return self._release(owner, self.pages_of(owner))
 
     def check_owned(self, owner: int, ids: PageIds, field: str) -> None:
         """Check that the ids are in range and all owned by ``owner``.
@@ -378,15 +298,13 @@ class PageAllocator:
         if self._free[: self._lowest_free].any():
             low = np.flatnonzero(self._free[: self._lowest_free])
             yield problem_at("a free page below the first one that is looked for", low)
-        full = np.repeat(self._full, STRETCH_PAGES)[: self._pages]
+        full = np.repeat(self._full, _STRETCH_PAGES)[: self._pages]
         if (full & self._free).any():
             yield problem_at("a free page where none is looked for", np.flatnonzero(full & self._free))
         if self._free[0] or self._owner[0] != NOBODY or self._doomed[0] or self._readers[0] or self._writing[0]:
             yield problem_at("the padding page is in use, or free", [0])
-        counted = Counter[int]()
-        for first in range(0, self._pages, WALK_PAGES):
-            stop = first + WALK_PAGES
-            counted.update(self._owned_in(slice(first, stop)))
+        for first in range(0, self._pages, _WALK_PAGES):
+            stop = first + _WALK_PAGES
             free, doomed, writing = self._free[first:stop], self._doomed[first:stop], self._writing[first:stop]
             readers, owned = self._readers[first:stop], self._owner[first:stop] != NOBODY
             states = free.astype(np.int8) + owned + doomed
@@ -404,8 +322,6 @@ class PageAllocator:
                 if wrong.any():
                     yield problem_at(what, np.flatnonzero(wrong) + first)
             yield None
-        if counted != self._owned:
-            yield Problem(f"owners have {dict(counted)} pages, {self._owned} are counted")
 
     def holder_problems(self, held: Iterable[HeldPages]) -> Walk:
         """Yield where the counts of readers and writers differ from what the holders of pages say.
@@ -421,8 +337,8 @@ class PageAllocator:
                 np.add.at(writers if one.writing else readers, one.ids, 1)
             if number % WALKED == 0:
                 yield None
-        for first in range(0, self._pages, WALK_PAGES):
-            part = slice(first, first + WALK_PAGES)
+        for first in range(0, self._pages, _WALK_PAGES):
+            part = slice(first, first + _WALK_PAGES)
             for is_writing, has, said in (
                 (False, self._readers[part], readers[part]),
                 (True, self._writing[part].astype(np.int32), writers[part]),
@@ -450,47 +366,37 @@ class PageAllocator:
         return problem_at(f"page {wrong[0]} has {has} {what}, its holders say {said}", wrong, holder)
 
     def _find_free(self, count: int) -> PageIds:
-        start, window = self._past_full(self._lowest_free), min(max(SCAN_PAGES, 2 * count), SCAN_MOST)
-        taken = np.flatnonzero(self._free[start : start + window])[:count]
-        taken += start
-        found = len(taken)
-        if found < count:
-            taken = np.concatenate([taken, np.empty(count - found, np.int64)])
-        while found < count:
-            start, window = self._past_full(start + window), min(2 * window, SCAN_MOST)
-            ids = np.flatnonzero(self._free[start : start + window])[: count - found]
-            np.add(ids, start, out=taken[found : found + len(ids)])
-            found += len(ids)
-        self._full[self._lowest_free // STRETCH_PAGES : int(taken[-1]) // STRETCH_PAGES] = True
+        found: list[PageIds] = []
+        start, missing, window = self._lowest_free, count, max(_SCAN_PAGES, 2 * count)
+        while missing:
+            start = self._past_full(start)
+            ids = np.flatnonzero(self._free[start : start + window])[:missing] + start
+            found.append(ids)
+            missing -= len(ids)
+            start, window = start + window, 2 * window
+        taken = found[0] if len(found) == 1 else np.concatenate(found)
+        self._full[self._lowest_free // _STRETCH_PAGES : int(taken[-1]) // _STRETCH_PAGES] = True
         self._lowest_free = int(taken[-1]) + 1
         return taken
 
     def _past_full(self, start: int) -> int:
         """Return ``start`` or, where its stretch is full, the start of the next one that may have a free page."""
-        stretch = start // STRETCH_PAGES
+        stretch = start // _STRETCH_PAGES
         if not self._full[stretch]:
             return start
-        return (stretch + int(np.argmin(self._full[stretch:]))) * STRETCH_PAGES
+        return (stretch + int(np.argmin(self._full[stretch:]))) * _STRETCH_PAGES
 
     def _release(self, owner: int, ids: PageIds) -> FreedPages:
         self.changes += 1
         self._owner[ids] = NOBODY
         self._doomed[ids] = True
-        self._count(owner, -len(ids))
         try:
             freed = self._reclaim(ids)
         except Exception:  # no memory: they are its owner's still
-            self._count(owner, len(ids))
             self._owner[ids] = owner
             self._doomed[ids] = False
             raise
         return FreedPages(freed, len(ids) - freed)
-
-    def _count(self, owner: int, more: int) -> None:
-        """Count so many more pages of an owner."""
-        count = self._owned.pop(owner, 0) + more
-        if count:
-            self._owned[owner] = count
 
     def _reclaim(self, ids: PageIds, *, repeated: bool = False) -> int:
         """Free those of ``ids`` that are doomed and idle; return how many. One may be ``repeated``."""
@@ -503,22 +409,18 @@ class PageAllocator:
         count = len(idle)
         if count:
             lowest = min(self._lowest_free, int(idle.min()))
-            self._full[idle // STRETCH_PAGES] = False
+            self._full[idle // _STRETCH_PAGES] = False
             self._doomed[idle] = False
             self._free[idle] = True
             self._free_count += count
             self._lowest_free = lowest
-            self._tell()
+            waiting, self._when_freed = self._when_freed, []
+            for waiter in waiting:
+                try:
+                    waiter()
+                except Exception:  # noqa: BLE001  the pages are free all the same; it is told of the next ones
+                    self._when_freed.append(waiter)
         return count
-
-    def _tell(self) -> None:
-        """Tell those who wait for it that pages have become free."""
-        waiting, self._when_freed = self._when_freed, []
-        for waiter in waiting:
-            try:
-                waiter()
-            except Exception:  # noqa: BLE001  the pages are free all the same; it is told of the next ones
-                self._when_freed.append(waiter)
 
     def _check_none(self, busy: Flags, ids: PageIds, what: str, field: str) -> None:
         if _any(busy):

@@ -70,7 +70,7 @@ class Pool:
     def give_all(self, owner: int) -> None:
         """Let an instance own every page of a new pool, as it does of one that it registers."""
         for allocator in self.allocators.values():
-            allocator.give_all(owner)
+            allocator.allocate(owner, allocator.capacity)
 
     @cached_property
     def region_id(self) -> int:

@@ -10,17 +10,12 @@ from msgspec import Meta
 from kvferry.protocol.ids import ComponentName
 
 Count = Annotated[int, Meta(ge=1, lt=1 << 31)]
-MAX_PAGES = 1 << 23
-"""Of a pool, in all its page spaces: eight million tokens where a page has one. The daemon counts them, or frees all of
-an engine, in one turn of its loop."""
-MAX_LAYERS = 1024
-"""Of each field of a spec: several times those of any model. A layer is an entry for each of its roles."""
-LayerCount = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
+LayerCount = Annotated[int, Meta(ge=1, le=4096)]
 Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Size = Annotated[int, Meta(ge=1, lt=1 << 62)]
 Offset = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 RoleName = ComponentName
-LayerNumbers = Annotated[tuple[Annotated[int, Meta(ge=0, lt=(1 << 31) - 1)], ...], Meta(max_length=MAX_LAYERS)]
+LayerNumbers = Annotated[tuple[Annotated[int, Meta(ge=0, lt=(1 << 31) - 1)], ...], Meta(max_length=4096)]
 """Layer numbers of the model, ascending."""
 
 LayerGroups = Annotated[tuple[LayerNumbers, ...], Meta(max_length=16)]
@@ -39,11 +34,9 @@ Scale = Annotated[float, Meta(gt=0)]
 MAX_SCALES = 4096
 """Per entry."""
 
-MAX_ROLE_SCALES = 1 << 15
-"""Of a component's keys, or of its values: 256 layers of 128 heads. Each is checked, and digested."""
 HeadScales = Annotated[tuple[Scale, ...], Meta(min_length=1, max_length=MAX_SCALES)]
-LayerScales = Annotated[tuple[Scale, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
-LayerHeadScales = Annotated[tuple[Scale | HeadScales, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
+LayerScales = Annotated[tuple[Scale, ...], Meta(min_length=1, max_length=4096)]
+LayerHeadScales = Annotated[tuple[Scale | HeadScales, ...], Meta(min_length=1, max_length=4096)]
 Scales = Scale | LayerHeadScales | Literal["page", "page_head"]
 """Factors that dequantize 8-bit keys or values: one for all layers, one per layer, or per layer one per head held here.
 ``page`` and ``page_head`` are separate float32 arrays, one number per page or per page and head, that travel too.

@@ -22,7 +22,7 @@ import structlog
 
 from kvferry.daemon.control.kept_bytes import ConnectionBytes
 from kvferry.daemon.control.metrics import Counters
-from kvferry.daemon.control.zmtp import IncomingStream, ReceivedMessage, in_parts
+from kvferry.daemon.control.zmtp import IncomingStream, ReceivedMessage, encoded
 from kvferry.daemon.process.access import BACKLOG, Listener
 from kvferry.daemon.process.tenants import Tenants
 from kvferry.protocol.addresses import is_v6
@@ -190,7 +190,7 @@ class ControlSocket:
         if connection is None:
             self.counters.add("replies.peer_gone")
             return False
-        return connection.put(in_parts(frames), more=more)
+        return connection.put(encoded(frames), more=more)
 
     def origin_of(self, identity: bytes) -> object:
         """Return whose connection it is: a tenant or, over TCP, the address of a host; None where it is gone."""
@@ -357,14 +357,14 @@ class _Connection:
         self._owner.counters.add(f"connections.closed.{'held' if is_held else 'unread'}")
         self.close()
 
-    def put(self, parts: Sequence[bytes | memoryview], *, more: bool = False) -> bool:
-        owner, size_bytes = self._owner, sum(map(len, parts))
+    def put(self, data: bytes, *, more: bool = False) -> bool:
+        owner, size_bytes = self._owner, len(data)
         if len(self._out) >= owner.max_queued or self._queued_bytes > owner.limits.max_message_bytes:
             owner.counters.add("replies.queue_full")
             if not self._writing and not self._corked:  # what this one was to follow
                 self._flush()
             return False
-        self._out.extend(parts)
+        self._out.append(data)
         self._queued_bytes += size_bytes
         if not self._writing and (not (self._corked or more) or self._queued_bytes > FLUSH_BYTES):
             self._flush()

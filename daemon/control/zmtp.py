@@ -23,9 +23,6 @@ TTL_STEP_MS: Final = 100
 FRAMES_AT_ONCE: Final = 1024
 """Frames read in a row: commands, and frames of a message that never ends, take time as well."""
 
-_COPIED: Final = 1 << 20
-"""Larger frames are sent from where they are: the copy of millions of page ids takes long."""
-
 MAX_ANSWERS_BYTES: Final = 4096
 """With so many unsent bytes of answers, a PING gets none: its sender does not read."""
 
@@ -35,7 +32,10 @@ CHUNK_BYTES: Final = 64
 
 def frame(flags: int, body: bytes | memoryview) -> bytes:
     """Return one frame as it travels."""
-    return _head(flags, len(body)) + body
+    size = len(body)
+    if size < _SHORT:
+        return bytes((flags, size)) + body
+    return bytes((flags | _LONG,)) + size.to_bytes(8) + body
 
 
 def encoded(frames: Sequence[bytes | memoryview]) -> bytes:
@@ -43,26 +43,6 @@ def encoded(frames: Sequence[bytes | memoryview]) -> bytes:
     if len(frames) == 1:
         return frame(0, frames[0])
     return b"".join([*(frame(_MORE, one) for one in frames[:-1]), frame(0, frames[-1])])
-
-
-def in_parts(frames: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
-    """Return a message as it travels, in parts, of which a large frame is one as it is: it must not change any more."""
-    if max(map(len, frames)) <= _COPIED:
-        return [encoded(frames)]
-    parts: list[bytes | memoryview] = []
-    small: list[bytes | memoryview] = []
-    for left, one in zip(range(len(frames) - 1, -1, -1), frames, strict=True):
-        small.append(_head(_MORE if left else 0, len(one)))
-        if len(one) > _COPIED:
-            parts += b"".join(small), one
-            small = []
-        else:
-            small.append(one)
-    return [*parts, b"".join(small)] if small else parts
-
-
-def _head(flags: int, size: int) -> bytes:
-    return bytes((flags, size)) if size < _SHORT else bytes((flags | _LONG,)) + size.to_bytes(8)
 
 
 def _property(name: bytes, value: bytes) -> bytes:

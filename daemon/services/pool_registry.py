@@ -154,15 +154,6 @@ class PoolRegistry:
             raise UnknownPoolError(f"no pool {name!r} of user {tenant}, who has {others or 'no pools'}", field="pool")
         return pool
 
-    def check_is_there(self, pool: Pool) -> None:
-        """Check that a pool is still usable.
-
-        Raises:
-            UnknownPoolError: it was removed.
-        """
-        if self.find(pool.tenant, pool.name) is not pool:
-            raise UnknownPoolError(f"pool {pool.name!r} of user {pool.tenant} was removed meanwhile", field="pool")
-
     def named_by(self, session: Session, name: str) -> Pool:
         """Return the pool that a session's request names: the one that its instance has attached, if it has any.
 

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
-import numpy as np
 import structlog
 
 from kvferry.daemon.control import first_step
@@ -46,10 +45,9 @@ from kvferry.pools.devices.accelerator_region import AcceleratorRegion
 from kvferry.pools.devices.base import Region
 from kvferry.pools.devices.host import STEP_BYTES, HostRegion
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.planning.manifest import page_number, total_bytes
+from kvferry.pools.planning.manifest import total_bytes
 from kvferry.pools.pool import Pool
 from kvferry.pools.pool_file import KeptRecord, PoolRecord, manifest_digest
-from kvferry.protocol.codec import PageIds
 from kvferry.protocol.config.tenants import whose
 from kvferry.protocol.errors import (
     RETRY_AT_ONCE_MS,
@@ -68,7 +66,7 @@ from kvferry.protocol.errors import (
 )
 from kvferry.protocol.ids import HOST, ModelIdentity
 from kvferry.protocol.limits import LARGEST_PAYLOAD_BYTES
-from kvferry.protocol.manifests import MAX_PAGES, Manifest
+from kvferry.protocol.manifests import Manifest
 from kvferry.protocol.pool_messages import (
     Allocate,
     Allocated,
@@ -89,12 +87,6 @@ from kvferry.protocol.pool_messages import (
 from kvferry.protocol.session_messages import PoolStatus
 from kvferry.protocol.session_stream import RegionFollows, ShareFollows
 
-MAX_PAGES_OF_ALL: Final = 4 * MAX_PAGES
-"""Of all pools together, for which the daemon keeps some 20 bytes each."""
-PAGES_AT_ONCE: Final = 1 << 18
-"""Allocated in one turn of the loop, which takes some ms."""
-PARTS_AT_ONCE: Final = 4
-"""Of the pages that LIST_OWNED looks at, in one turn of the loop."""
 SWEEP_S: Final = 0.05
 DEVICE_GRACE_S: Final = 0.05
 """Before an ended instance's device pages are freed: the driver stops a killed engine's kernels a moment after its
@@ -257,7 +249,6 @@ class PoolService:
             self._check_found(call, body.pool, creation.traits, wanted)
             pool = await _made(creation)
             return Answer(PoolCreated(pool=body.pool, created=False, manifest=pool.manifest))
-        self._check_pages(wanted.manifest, call.session.tenant)
         if body.device == HOST:
             self._check_budget(wanted.manifest, call.session.tenant)
         creation = self._creations[key] = _Creation(wanted)
@@ -291,7 +282,6 @@ class PoolService:
             )
         key = self._check_new(call, body.pool)
         manifest = manifest_of(body.spec)
-        self._check_pages(manifest, key[0])
         segments = registered_segments(manifest, body.arrays, shares)
         self._creations[key] = _Creation(_registered(call, body, manifest))
         try:
@@ -314,7 +304,6 @@ class PoolService:
             self._check_payload_bound(body.max_payload_bytes)
             key = self._check_new(call, body.pool)
             manifest = placed_in(region, manifest_of(body.spec), body.arrays, self._memory_in_use())
-            self._check_pages(manifest, key[0])
             self._check_budget(manifest, key[0])
             self._memory.count_on(region, region.size_bytes, call.session.peer.pid)
             self._descriptors.take(region, key[0], "pools", PER_POOL)
@@ -584,39 +573,14 @@ class PoolService:
             await asyncio.shield(closing)
         return Answer(PoolDeleted(pool=body.pool))
 
-    def _allocate(self, call: Call) -> Answer | Coroutine[Any, Any, Answer]:
+    def _allocate(self, call: Call) -> Answer:
         body = expect(call, Allocate)
         pool = self._pools.named_by(call.session, body.pool)
         asking = call.session.owner_id
-        if body.count > PAGES_AT_ONCE:
-            return self._allocate_in_turns(pool, body, asking)
         try:
             ids = pool.space(body.space).allocate(asking, body.count)
         except PoolFullError as error:
             raise pool_full(error, self._dispatcher.sessions, pool, body.space, asking) from None
-        return Answer(Allocated(pages=len(ids)), (ids,))
-
-    async def _allocate_in_turns(self, pool: Pool, body: Allocate, asking: int) -> Answer:
-        """Allocate many pages, all or none, in several turns of the loop."""
-        allocator = pool.space(body.space)
-        ids, taken = np.empty(body.count, np.int64), 0
-        try:
-            allocator.check_free(body.count)
-            while taken < body.count:
-                self._pools.check_is_there(pool)
-                part = allocator.allocate(asking, min(PAGES_AT_ONCE, body.count - taken))
-                ids[taken : taken + len(part)] = part
-                taken += len(part)
-                await asyncio.sleep(0)
-        except BaseException as cause:
-            for first in range(0, taken, PAGES_AT_ONCE):
-                allocator.free_owned(asking, ids[first : min(first + PAGES_AT_ONCE, taken)])
-                await asyncio.sleep(0)
-            if isinstance(cause, PoolFullError):
-                raise pool_full(cause, self._dispatcher.sessions, pool, body.space, asking) from None
-            raise
-        if (ids[PAGES_AT_ONCE::PAGES_AT_ONCE] < ids[PAGES_AT_ONCE - 1 : -1 : PAGES_AT_ONCE]).any():
-            ids.sort()  # lower ones became free meanwhile
         return Answer(Allocated(pages=len(ids)), (ids,))
 
     def _free(self, call: Call) -> Answer:
@@ -629,20 +593,12 @@ class PoolService:
         freed = pool.space(body.space).free(call.session.owner_id, call.ids[0])
         return Answer(Freed(freed=freed.freed, deferred=freed.deferred))
 
-    async def _list_owned(self, call: Call) -> Answer:
+    def _list_owned(self, call: Call) -> Answer:
         body = expect(call, ListOwned)
         pool = self._pools.named_by(call.session, body.pool)
-        lists: dict[str, PageIds] = {}
-        for name, allocator in pool.allocators.items():
-            ids, found = np.empty(allocator.capacity, np.int64), 0
-            for number, part in enumerate(allocator.walk_pages_of(call.session.owner_id), 1):
-                ids[found : found + len(part)] = part
-                found += len(part)
-                if number % PARTS_AT_ONCE == 0:
-                    await asyncio.sleep(0)
-            lists[name] = ids[:found]
-        spaces = tuple(OwnedSpace(space=name, pages=len(its)) for name, its in lists.items())
-        return Answer(OwnedPages(spaces=spaces), tuple(lists.values()))
+        ids = {name: space.pages_of(call.session.owner_id) for name, space in pool.allocators.items()}
+        spaces = tuple(OwnedSpace(space=name, pages=len(its)) for name, its in ids.items())
+        return Answer(OwnedPages(spaces=spaces), tuple(ids.values()))
 
     def _holders(self, pool: Pool, call: Call) -> str:
         """Return a text saying who holds pages of a pool; empty where nobody does."""
@@ -656,26 +612,6 @@ class PoolService:
         for tenant, its in (*made, *coming):
             used[tenant] += total_bytes(its)
         return used
-
-    def _check_pages(self, manifest: Manifest, tenant: int) -> None:
-        """Check that the daemon may keep the states of a pool's pages.
-
-        Raises:
-            OutOfMemoryError: the pools of this tenant, or of all, have too many pages.
-        """
-        used: Counter[int] = Counter()
-        for pool in (*self._pools, *self._leaving):
-            used[pool.tenant] += page_number(pool.manifest)
-        for (whom, _), one in self._creations.items():
-            used[whom] += page_number(one.traits.manifest)
-        most = self._dispatcher.sessions.tenants.shares.most(tenant, MAX_PAGES_OF_ALL, used)
-        if used[tenant] + page_number(manifest) > most:
-            raise OutOfMemoryError(
-                f"the pool has {page_number(manifest)} pages; all pools have {used.total()} of {MAX_PAGES_OF_ALL}, and "
-                f"{whose(tenant)} may have {most} in all",
-                field="spec",
-                remedy="use a larger page_size, or delete pools",
-            )
 
     def _check_budget(self, manifest: Manifest, tenant: int) -> None:
         wanted, used = total_bytes(manifest), self.host_bytes()

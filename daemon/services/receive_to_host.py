@@ -29,14 +29,13 @@ from kvferry.pools.tiers.arena import Extent
 from kvferry.protocol.base import PageList
 from kvferry.protocol.codec import PageIds
 from kvferry.protocol.errors import (
-    InvalidFieldError,
     KvferryError,
     OutOfMemoryError,
     UnknownComponentError,
     raised,
 )
 from kvferry.protocol.events import Finished, Settled
-from kvferry.protocol.manifests import MAX_PAGES, Entry, Manifest
+from kvferry.protocol.manifests import Entry, Manifest
 from kvferry.protocol.transfer_messages import Receive
 
 ALIGNMENT = 64
@@ -226,7 +225,6 @@ def _numbered(lists: Sequence[PageList], manifest: Manifest, most_bytes: int) ->
 
     Raises:
         UnknownComponentError: the pool lacks a component.
-        InvalidFieldError: there are more pages than a pool may have.
         OutOfMemoryError: the pages are larger than ``most_bytes``; checked before any array of ids is made.
     """
     used: Counter[str] = Counter()
@@ -242,11 +240,6 @@ def _numbered(lists: Sequence[PageList], manifest: Manifest, most_bytes: int) ->
             raise OutOfMemoryError(
                 f"{one.pages} pages are {wanted} bytes, the host tier has {most_bytes}",
                 remedy=LARGER_TIER,
-                field=f"lists[{index}].pages",
-            )
-        if used.total() + one.pages > MAX_PAGES:
-            raise InvalidFieldError(
-                f"{used.total() + one.pages} pages; at most {MAX_PAGES}: receive them in several transfers",
                 field=f"lists[{index}].pages",
             )
         found.append(np.arange(used[space] + 1, used[space] + 1 + one.pages))

@@ -28,7 +28,7 @@ from kvferry.pools.layouts.parts import (
     mha_draft_entries,
     shard_of,
 )
-from kvferry.pools.planning.geometry import CHANNELS_FIRST, CONV, RankHeads, dtype_bytes
+from kvferry.pools.planning.geometry import CHANNELS_FIRST, CONV, MAX_PAGES, RankHeads, dtype_bytes
 from kvferry.pools.planning.manifest import lay_out
 from kvferry.protocol.errors import InvalidFieldError
 from kvferry.protocol.manifests import Component, Entry, MambaSpec, Manifest
@@ -80,6 +80,8 @@ def _completed(spec: MambaSpec) -> MambaSpec:
 
 
 def _slots(spec: MambaSpec) -> int:
+    if spec.slots >= MAX_PAGES:
+        raise InvalidFieldError(f"{spec.slots} slots; at most {MAX_PAGES - 1}", field="slots")
     return spec.slots + 1
 
 

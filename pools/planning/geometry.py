@@ -49,6 +49,9 @@ MOST_PARTS: Final = 64
 
 _PARTS: Final = re.compile(f"(?:{CONV}|{CHANNELS_FIRST})((?:_[1-9][0-9]{{0,8}}){{1,16}})")
 
+MAX_PAGES = (1 << 31) - 1
+"""Page numbers are int32 in graph tables."""
+
 
 def dtype_bytes(dtype: str) -> int:
     """Return the bytes of one element of ``dtype``.
@@ -94,7 +97,7 @@ def page_count(tokens: int, page_size: int, field: str = "tokens") -> int:
     rounding down would silently give the caller fewer tokens.
 
     Raises:
-        InvalidFieldError: not a whole number of pages; names ``field``.
+        InvalidFieldError: not a whole number of pages, or more than a table can number; names ``field``.
     """
     whole, rest = divmod(tokens, page_size)
     if rest:
@@ -103,7 +106,10 @@ def page_count(tokens: int, page_size: int, field: str = "tokens") -> int:
             f"{tokens} tokens are not a multiple of page_size {page_size}: use {below}{(whole + 1) * page_size}",
             field=field,
         )
-    return whole + 1
+    pages = whole + 1
+    if pages > MAX_PAGES:
+        raise InvalidFieldError(f"{pages} pages; at most {MAX_PAGES}", field=field)
+    return pages
 
 
 def page_bytes_of(shape: tuple[int, ...], dtype: str, pages: int, expected: int, name: str) -> int:

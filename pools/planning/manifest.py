@@ -6,23 +6,18 @@ Pools with equal digests have pages of the same content and form: a page of one 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Final
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
 import msgspec
 
 from kvferry.pools.planning.geometry import dtype_bytes
 from kvferry.pools.planning.scales import canonical
 from kvferry.protocol.errors import DuplicateEntryError, InvalidFieldError
-from kvferry.protocol.manifests import MAX_PAGES, Component, ComponentKind, Entry, Manifest
+from kvferry.protocol.manifests import Component, ComponentKind, Entry, Manifest
 
 MAX_REGION_BYTES = 1 << 50
 DIGEST_BYTES = 16
 OPTIONAL_COMPONENTS = ("draft",)
-_SIZED_BY: Final[Mapping[ComponentKind, str]] = MappingProxyType(
-    {"paged": "tokens", "window": "window_tokens", "state": "slots"}
-)
 
 
 def lay_out(
@@ -43,8 +38,7 @@ def lay_out(
             each entry has its own array.
 
     Raises:
-        InvalidFieldError: the region would be too large or have too many pages, or an optional component is unknown,
-            or all are optional.
+        InvalidFieldError: the region would be too large, or an optional component is unknown, or all are optional.
         DuplicateEntryError: two entries have the same (component, role, layer).
     """
     placed: list[Entry] = []
@@ -62,7 +56,7 @@ def lay_out(
             raise InvalidFieldError(f"the region would exceed {MAX_REGION_BYTES} bytes", field="tokens")
     check_unique(placed, "entries")
     check_optional({entry.component for entry in placed}, optional_components, "optional_components")
-    manifest = Manifest(
+    return Manifest(
         pages=entries[0].pages,
         region_bytes=base,
         layout_digest=layout_digest(placed),
@@ -70,8 +64,6 @@ def lay_out(
         optional_components=tuple(optional_components),
         components=tuple(components) or _one_space(placed),
     )
-    check_pages(manifest)
-    return manifest
 
 
 def each_array(entries: Iterable[Entry]) -> list[Entry]:
@@ -102,11 +94,6 @@ def spaces_of(manifest: Manifest) -> dict[str, int]:
     return {one.space: one.pages for one in manifest.components}
 
 
-def page_number(manifest: Manifest) -> int:
-    """Return the number of pages of all page spaces together, including the padding pages."""
-    return sum(spaces_of(manifest).values())
-
-
 def groups_of(manifest: Manifest) -> dict[str, str]:
     """Return the page space of each group: what has a page list of its own, a space or one of several groups in it."""
     return {one.space: one.space for one in manifest.components} | {
@@ -130,22 +117,6 @@ def check_unique(entries: Iterable[Entry], field: str) -> None:
         first = seen.setdefault(key_of(entry), index)
         if first != index:
             raise DuplicateEntryError(f"{entry.name} is entry {first} and entry {index}", field=f"{field}[{index}]")
-
-
-def check_pages(manifest: Manifest) -> None:
-    """Check that the page spaces together have at most ``MAX_PAGES`` pages.
-
-    Raises:
-        InvalidFieldError: they have more; names the field of a spec that gives the largest space its pages.
-    """
-    pages = page_number(manifest)
-    if pages > MAX_PAGES:
-        largest = max(manifest.components, key=lambda one: one.pages)
-        raise InvalidFieldError(
-            f"{pages} pages; at most {MAX_PAGES} of a pool, in all its page spaces",
-            field=_SIZED_BY[largest.kind],
-            remedy="use a larger page_size, fewer tokens or slots, or several pools",
-        )
 
 
 def check_optional(components: set[str], optional: Collection[str], field: str) -> None:

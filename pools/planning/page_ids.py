@@ -91,8 +91,6 @@ def check_distinct(ids: PageIds, field: str) -> None:
     """
     if len(ids) <= FEW and len(set(ids.tolist())) == len(ids):
         return
-    if (ids[1:] > ids[:-1]).all():  # as ALLOCATE gives them; to sort them takes longer
-        return
     ordered = np.sort(ids)
     again = np.flatnonzero(ordered[1:] == ordered[:-1])
     if len(again):

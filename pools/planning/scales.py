@@ -7,15 +7,15 @@ float32, so two scales are equal if they are equal as float32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.pools.planning.geometry import Heads
 from kvferry.protocol.errors import InvalidFieldError, ScaleMismatchError
-from kvferry.protocol.manifests import MAX_ROLE_SCALES, Entry, Scales
+from kvferry.protocol.manifests import Entry, Scales
 
 EIGHT_BIT_DTYPES = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 PAGE = "page"
@@ -51,8 +51,8 @@ def fixed_scales(
         field: the spec's field, for errors.
 
     Raises:
-        InvalidFieldError: the dtype does not have 8 bits, the number of scales is not that of layers or heads, there
-            are more than ``MAX_ROLE_SCALES``, or a scale is not above 0 and finite.
+        InvalidFieldError: the dtype does not have 8 bits, the number of scales is not that of layers or heads, or a
+            scale is not above 0 and finite.
     """
     if scales is None:
         return [None] * layers
@@ -61,22 +61,15 @@ def fixed_scales(
     if isinstance(scales, str):
         return [None] * layers
     if not isinstance(scales, tuple):
-        return [_checked((scales,), field)] * layers
+        return [(_checked(scales, field),)] * layers
     if len(scales) != layers:
         raise InvalidFieldError(f"{len(scales)} scales for {layers} layers", field=field)
-    total = sum([len(one) if isinstance(one, tuple) else 1 for one in scales])
-    if total > MAX_ROLE_SCALES:
-        raise InvalidFieldError(
-            f"{total} scales; at most {MAX_ROLE_SCALES}",
-            field=field,
-            remedy="give one for each layer or one for all, or keep them with the pages (page, page_head)",
-        )
     found: list[tuple[float, ...] | None] = []
     for number, one in enumerate(scales):
         own = one if isinstance(one, tuple) else (one,)
         if isinstance(one, tuple) and len(one) != heads:
             raise InvalidFieldError(f"{len(one)} scales for {heads} heads", field=f"{field}[{number}]")
-        found.append(_checked(own, f"{field}[{number}]"))
+        found.append(tuple(_checked(value, f"{field}[{number}]") for value in own))
     return found
 
 
@@ -107,12 +100,13 @@ def check_scales(entry: Entry, field: str) -> None:
             f"{entry.name} has {len(entry.scales)} scales: give one, or one for each of its heads ({entry.heads})",
             field=f"{field}.scales",
         )
-    _checked(entry.scales, f"{field}.scales")
+    for one in entry.scales:
+        _checked(one, f"{field}.scales")
 
 
 def canonical(scales: Sequence[float]) -> tuple[float, ...]:
     """Return the scales in canonical form for comparison: as float32, and a single one if all heads have the same."""
-    rounded = tuple(_as_float32(scales).tolist())
+    rounded = tuple(map(_float32, scales))
     return rounded[:1] if len(set(rounded)) == 1 else rounded
 
 
@@ -161,23 +155,13 @@ def _heads_text(entry: Entry, heads: Heads | None) -> str:
     return f", heads {start}..{start + (heads.count if heads else entry.heads) - 1}"
 
 
-def _checked(scales: Sequence[float], field: str) -> tuple[float, ...]:
-    """Return scales as float32.
-
-    Raises:
-        InvalidFieldError: names the first one that is not above 0 and finite.
-    """
-    rounded = _as_float32(scales)
-    wrong = np.flatnonzero(~(np.isfinite(rounded) & (rounded > 0)))
-    if len(wrong):
-        raise InvalidFieldError(f"a scale must be above 0 and finite as float32, not {scales[wrong[0]]}", field=field)
-    return tuple(rounded.tolist())
-
-
-def _as_float32(scales: Sequence[float]) -> npt.NDArray[np.float32]:
-    with np.errstate(over="ignore", under="ignore"):
-        return np.array(scales, np.float64).astype(np.float32)
+def _checked(scale: float, field: str) -> float:
+    rounded = _float32(scale)
+    if not math.isfinite(rounded) or rounded <= 0:
+        raise InvalidFieldError(f"a scale must be above 0 and finite as float32, not {scale}", field=field)
+    return rounded
 
 
 def _float32(scale: float) -> float:
-    return float(_as_float32((scale,))[0])
+    with np.errstate(over="ignore", under="ignore"):
+        return float(np.float32(scale))

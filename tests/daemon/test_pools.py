@@ -20,19 +20,17 @@ from kvferry.daemon.control.sessions import Peer, Session, SessionRegistry
 from kvferry.daemon.process.descriptors import Descriptors
 from kvferry.daemon.process.devices import Devices
 from kvferry.daemon.process.memory import HostMemory
-from kvferry.daemon.services import pools as pools_service
 from kvferry.daemon.services.event_rings import EventRings
 from kvferry.daemon.services.pool_checks import PoolTraits, check_same
 from kvferry.daemon.services.pool_registry import LostPools, PoolRegistry
 from kvferry.daemon.services.pools import HostResources, PoolService
-from kvferry.pools import allocator as allocator_module
 from kvferry.pools.devices.host import HostRegion
 from kvferry.pools.host.memory import MACHINE, MAX_KEPT_BYTES, MAX_RESERVE_BYTES
 from kvferry.pools.layouts import manifest_of
-from kvferry.pools.planning.manifest import page_number, total_bytes
+from kvferry.pools.planning.manifest import total_bytes
 from kvferry.protocol.base import Body
 from kvferry.protocol.config.schema import DevicesConfig, MemoryConfig
-from kvferry.protocol.errors import OutOfMemoryError, OverloadedError, PoolExistsError, PoolFullError, UnknownPoolError
+from kvferry.protocol.errors import OutOfMemoryError, OverloadedError, PoolExistsError, UnknownPoolError
 from kvferry.protocol.ids import HOST, ModelIdentity
 from kvferry.protocol.limits import Limits
 from kvferry.protocol.manifests import DraftSpec, HybridSwaSpec, MhaSpec
@@ -40,7 +38,6 @@ from kvferry.protocol.pool_messages import (
     Allocate,
     CreatePool,
     DeletePool,
-    ListOwned,
     PoolCreated,
     PoolDeleted,
     RegisteredArrays,
@@ -50,7 +47,7 @@ from kvferry.protocol.session_stream import ShareFollows, TorchShare
 from tests.kit.reserved_pages import ReservedPages
 
 SPEC = MhaSpec(layers=2, tokens=64, page_size=16, kv_heads=1, head_dim=8, dtype="float16")
-POOL_BYTES, PAGES = total_bytes(manifest_of(SPEC)), page_number(manifest_of(SPEC))
+POOL_BYTES = total_bytes(manifest_of(SPEC))
 ARRAYS: Final = tuple(
     RegisteredArrays(component="main", role=role, shape=(2, 5, 16, 1, 8), strides=(640, 128, 8, 8, 1), dtype="float16")
     for role in ("k", "v")
@@ -152,12 +149,6 @@ class Pools:
     def create(self, session: Session, name: str = "decode") -> None:
         """Ask for a pool that ends with the session's instance."""
         assert self.ask(session, "CREATE_POOL", CreatePool(pool=name, spec=self._spec, lifetime="instance")) is None
-
-    async def answer(self) -> Answer:
-        """Return the next reply that came later, with its lists."""
-        answer = await asyncio.wait_for(self._replies.get(), WAIT_S)
-        assert isinstance(answer, Answer), answer
-        return answer
 
     async def reply(self) -> Any:  # noqa: ANN401  the test knows which one
         reply = await asyncio.wait_for(self._replies.get(), WAIT_S)
@@ -273,94 +264,6 @@ async def test_what_a_user_leaves_is_enough_for_the_next_one_and_for_root(roomy:
                 roomy.create(session, f"pool-{made[user]}")
                 made[user] += 1
     assert [*made.values()] == [18, 1, 1]
-
-
-@pytest.mark.anyio
-async def test_pages_of_all_pools_are_bounded_and_leave_some_for_others(
-    roomy: Pools, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pools_service, "MAX_PAGES_OF_ALL", 20 * PAGES)
-    roomy.may_populate.set()
-    engine = roomy.engine("engine", 1001)
-    for number in range(18):
-        roomy.create(engine, f"pool-{number}")
-    with pytest.raises(OutOfMemoryError, match=f"{PAGES} pages.* have {18 * PAGES} of {20 * PAGES}.*page_size") as full:
-        roomy.create(engine, "one more")
-    assert full.value.field == "spec"
-    with pytest.raises(OutOfMemoryError, match="all pools have"):
-        roomy.ask(engine, "REGISTER_POOL", RegisterPool(pool="ours", spec=SPEC, device="npu:0", arrays=ARRAYS))
-    roomy.create(roomy.engine("of the next one", 1002), "another")
-
-
-# -- many pages at once
-
-
-@pytest.fixture
-async def in_turns(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> Pools:
-    """Return the service with a pool of four pages, of which one is allocated in each turn of the loop."""
-    monkeypatch.setattr(pools_service, "PAGES_AT_ONCE", 1)
-    pools.may_populate.set()
-    pools.create(pools.engine("maker"))
-    await pools.reply()
-    return pools
-
-
-@pytest.mark.anyio
-async def test_many_pages_are_allocated_in_order_whatever_becomes_free_meanwhile(in_turns: Pools) -> None:
-    engine, (pool,) = in_turns.engine("engine"), in_turns.registry
-    other = pool.allocator.allocate(99, 1)
-    assert in_turns.ask(engine, "ALLOCATE", Allocate(pool="decode", count=3)) is None
-    assert pool.allocator.pages_of(engine.owner_id).tolist() == [2]
-    pool.allocator.free(99, other)
-    answer = await in_turns.answer()
-    assert [ids.tolist() for ids in answer.ids] == [[1, 2, 3]]
-    assert pool.allocator.pages_of(engine.owner_id).tolist() == [1, 2, 3]
-
-
-@pytest.mark.anyio
-async def test_many_pages_are_allocated_all_or_none(in_turns: Pools) -> None:
-    engine, (pool,) = in_turns.engine("engine"), in_turns.registry
-    assert in_turns.ask(engine, "ALLOCATE", Allocate(pool="decode", count=3)) is None
-    pool.allocator.allocate(99, 2)
-    refused = await in_turns.reply()
-    assert isinstance(refused, PoolFullError), refused
-    assert "pool 'decode'" in refused.detail
-    assert (pool.allocator.free_count, pool.allocator.pages_by_owner()) == (2, {99: 2})
-    with pytest.raises(PoolFullError, match="3 pages asked for, 2 of 4 free"):
-        in_turns.ask(engine, "ALLOCATE", Allocate(pool="decode", count=3))
-
-
-@pytest.mark.anyio
-async def test_many_pages_that_nobody_waits_for_any_more_are_freed(in_turns: Pools) -> None:
-    engine, (pool,) = in_turns.engine("engine"), in_turns.registry
-    assert in_turns.ask(engine, "ALLOCATE", Allocate(pool="decode", count=4)) is None
-    is_freed = asyncio.Event()
-    pool.allocator.when_freed(is_freed.set)
-    in_turns.give_up(engine)
-    await asyncio.wait_for(is_freed.wait(), WAIT_S)
-    assert pool.idle
-
-
-@pytest.mark.anyio
-async def test_many_pages_of_a_pool_that_is_removed_meanwhile_are_no_ones(in_turns: Pools) -> None:
-    engine, (pool,) = in_turns.engine("engine"), in_turns.registry
-    (maker,) = [one for one in in_turns.sessions if one.owner_id == pool.ends_with]
-    assert in_turns.ask(engine, "ALLOCATE", Allocate(pool="decode", count=4)) is None
-    in_turns.end(maker)
-    assert isinstance(await in_turns.reply(), UnknownPoolError)
-    assert pool.idle
-
-
-@pytest.mark.anyio
-async def test_many_pages_are_listed_in_several_turns(in_turns: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocator_module, "WALK_PAGES", 2)
-    monkeypatch.setattr(pools_service, "PARTS_AT_ONCE", 1)
-    engine, (pool,) = in_turns.engine("engine"), in_turns.registry
-    for owner in (99, engine.owner_id, 99, engine.owner_id):
-        pool.allocator.allocate(owner, 1)
-    assert in_turns.ask(engine, "LIST_OWNED", ListOwned(pool="decode")) is None
-    answer = await in_turns.answer()
-    assert [ids.tolist() for ids in answer.ids] == [[2, 4]]
 
 
 # -- memory that there is not

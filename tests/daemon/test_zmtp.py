@@ -19,7 +19,6 @@ from kvferry.daemon.control.zmtp import (
     ReceivedMessage,
     encoded,
     frame,
-    in_parts,
 )
 from kvferry.protocol.errors import KvferryError, MalformedError, TooLargeError
 from kvferry.protocol.limits import Limits
@@ -163,14 +162,3 @@ def test_any_bytes_are_messages_or_refused(data: bytes, begins: bytes) -> None:
             for message in stream.take(100):
                 assert sum(map(len, message.frames)) <= LIMITS.max_message_bytes
     assert stream.held_bytes <= (1 + CHUNK_BYTES) * len(begins + data)
-
-
-def test_a_large_frame_is_sent_from_where_it_is() -> None:
-    large = memoryview(bytes(range(256)) * (1 << 13))
-    several: list[list[bytes | memoryview]] = [[b"head", b"", large, b"tail", b"end"], [b"head", large], [large]]
-    for frames in several:
-        parts = in_parts(frames)
-        assert len(parts) <= len([b"before", large, b"after"])
-        assert any(one is large for one in parts)
-        assert b"".join(parts) == encoded(frames)
-    assert in_parts([b"head", large[:1000]]) == [encoded([b"head", large[:1000]])]

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from kvferry.daemon.control.dispatch import Call
-from kvferry.daemon.services import receive_to_host
 from kvferry.daemon.services.receive_to_host import HostReceive
 from kvferry.daemon.tiers import snapshots
 from kvferry.daemon.tiers.snapshots import (
@@ -274,16 +273,6 @@ async def test_a_network_of_more_than_there_is_is_refused_before_anything_is_mad
         into(tiers, engine, PageList(pages=(1 << 31) - 1))
     with pytest.raises((errors.OverloadedError, errors.OutOfMemoryError)):
         into(tiers, engine, PageList(pages=32))
-    tiers.check_empty()
-
-
-async def test_a_receive_into_the_host_tier_has_no_more_pages_than_a_pool(
-    tiers: Harness, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(receive_to_host, "MAX_PAGES", 2)
-    with pytest.raises(errors.InvalidFieldError, match="3 pages; at most 2: receive them in several") as refused:
-        into(tiers, engine, PageList(pages=1), PageList(pages=2))
-    assert refused.value.field == "lists[1].pages"
     tiers.check_empty()
 
 
