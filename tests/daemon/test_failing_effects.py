@@ -140,9 +140,9 @@ async def test_a_request_whose_peer_can_never_be_told_ends_once_and_the_daemon_l
 ) -> None:
     known = PeerLinks.connect
 
-    def fails_later(self: PeerLinks, address: str, field: str = "address") -> object:
+    def fails_later(self: PeerLinks, address: str, field: str = "address", tenant: int | None = None) -> object:
         if field != "address":  # as the RECEIVE is accepted
-            return known(self, address, field)
+            return known(self, address, field, tenant)
         raise OSError("no link")
 
     monkeypatch.setattr(PeerLinks, "connect", fails_later)
