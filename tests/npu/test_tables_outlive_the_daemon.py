@@ -299,6 +299,7 @@ def test_what_updates_could_not_have_led_to_is_not_believed(engine: Engine) -> N
     engine.update(FIRST[1], FIRST[0])
     engine.life.kill()
     engine.tables.order()
+    assert soon(nobody_watches)
     engine.tables.block_tables[0, 1] = PAGES
     torch.accelerator.synchronize()
     engine.life.start()
@@ -318,6 +319,7 @@ def test_what_an_engine_has_written_itself_is_taken_for_empty(engine: Engine) ->
     engine.life.kill()
     engine.tables.overwritten = True
     engine.tables.order()
+    assert soon(nobody_watches)
     engine.tables.block_tables[1, 2] = 33
     engine.life.start()
     assert engine.return_to_daemon().emptied == ("tables",)
