@@ -3,8 +3,7 @@
 A session ends at end-of-file or when the process that opened it ends, whichever is seen first: a forked child keeps the
 socket open. A session with ``keep`` survives end-of-file for a while, but not its process. After the opening frame, an
 engine may only send shares of memory that it registers, host memory descriptors (one with each MEMORY frame), and the
-end of its session; any other descriptor ends the session. No call that could wait for whoever sent one
-is made for it, not even to close it: see ``Closer``.
+end of its session; any other descriptor ends the session, and is closed where nobody waits for it: see ``Closer``.
 """
 
 from __future__ import annotations

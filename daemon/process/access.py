@@ -72,7 +72,7 @@ def check_operator(tenant: int | None, why: str) -> None:
         AccessDeniedError: another user does.
     """
     if not may_see_all(tenant):
-        who = "who asks" if tenant is None else whose(tenant)
+        who = "the caller" if tenant is None else whose(tenant)
         raise AccessDeniedError(f"{why}: {who} is neither root nor the daemon's own user {os.geteuid()}")
 
 

@@ -124,7 +124,7 @@ class Descriptors:
         """Return how many links transfers of a tenant may have that no daemon has proved; some are for who calls here.
 
         Args:
-            tenant: who asks.
+            tenant: whose transfers name the address.
             used: what each has.
         """
         return self._shares.most(tenant, self.links - max(1, self.links // 8), used)

@@ -48,7 +48,7 @@ class Shares:
         """Return how much of ``size`` a tenant may have in all.
 
         Args:
-            tenant: who asks.
+            tenant: whose share it is.
             size: what there is.
             used: what each has.
             beside: what others get at the same time.
