@@ -12,10 +12,11 @@ import msgspec
 
 from kvferry.clients.cli.console import BAD_INPUT, WORKED, add_daemon, show, shown, table
 from kvferry.clients.cli.inspect import ask
+from kvferry.pools.host.members import members_of
 from kvferry.pools.host.placement import offer
 from kvferry.protocol.config import values
 from kvferry.protocol.config.load import ReadConfig, read_config
-from kvferry.protocol.errors import AccessDeniedError, MisuseError
+from kvferry.protocol.errors import AccessDeniedError, ConfigError, MisuseError
 from kvferry.protocol.printable import json_line, printable
 from kvferry.protocol.session_messages import Status
 
@@ -45,6 +46,10 @@ def config(options: argparse.Namespace) -> int:
     if options.action == "show" and options.running:
         return _show_running(options)
     read = read_config(options.config, offer(), os.environ)
+    try:
+        members_of(read.config.tenants)
+    except ConfigError as unknown:
+        read.mistakes.append(unknown)
     if options.action == "show":
         _show(found_values(read), as_json=options.json)
         if not options.json:

@@ -79,6 +79,14 @@ def test_a_running_daemon_says_what_it_has_itself(
     assert said.rstrip().endswith("--running: the running one's")
 
 
+def test_check_looks_for_the_members_of_tenants(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text('[tenants.a]\ngroups = ["no-such-group"]\n')
+    assert main(["config", "check", "--config", str(file)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "this host has no such group" in printed.err
+
+
 def test_check_says_all_that_is_wrong(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
